@@ -33,7 +33,7 @@ EDGE, MULTIPROCESSORS, GROUPS = 512, 132, 4
 def by_triton(launches: list[Launch]) -> None:
     """The same launches as Triton would do them by itself."""
     for each in launches:
-        each.kernel[(each.programs,)](**each.taken, **each.options)
+        each.kernel[(each.programs,)](**each.taken, **each.compile_options)
 
 
 def by_us(launches: list[Launch]) -> None:

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
@@ -16,6 +13,7 @@ from f8sub.kernels.triton import gemm, hopper
 from f8sub.kernels.triton.gemm_table import Config
 from f8sub.kernels.triton.launch import cdiv
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor, gl
 
 SUM_BLOCK = 1024
 """Elements that one program of ``add_parts`` sums."""

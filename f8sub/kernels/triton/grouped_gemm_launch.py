@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOutDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
@@ -15,6 +13,7 @@ from f8sub.kernels.triton.gemm_launch import REGISTERS, layout
 from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
 from f8sub.kernels.triton.launch import cdiv
 from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor
 
 FIELDS = 4
 """Numbers in a row of a table of tiles or groups."""

@@ -1,15 +1,14 @@
 """Products by groups for Hopper, in Gluon: ``hopper``'s loader and multipliers, over tiles that a table tells."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from f8sub.kernels.triton.hopper import load_blocks, place, store, sum_blocks
+from f8sub.kernels.triton.triton_compat import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from f8sub.kernels.triton.hopper import load_blocks, place, store, sum_blocks
 
 
 @gluon.jit

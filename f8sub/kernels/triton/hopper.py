@@ -13,13 +13,14 @@ nothing: it has to take those registers. And no product is in flight where the l
 single instruction (C7514): a pass of the loop takes PASS blocks of K, so that it seldom does.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
+from f8sub.kernels.triton.triton_compat import (
+    arrive_when_loaded,
     fence_async_shared,
+    gl,
+    gluon,
+    load_block,
+    load_pointers,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -44,8 +45,8 @@ def copy_row_scales(scale, buffer, loaded, block, first, lines, stride, ROWS: gl
     """
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
     line = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SPREAD)), lines - 1)
-    async_copy.async_copy_global_to_shared(buffer, (scale + block.to(gl.int64) * stride + line)[None, :])
-    async_copy.mbarrier_arrive(loaded, increment_count=False)
+    load_pointers(buffer, (scale + block.to(gl.int64) * stride + line)[None, :])
+    arrive_when_loaded(loaded, increment_count=False)
 
 
 @gluon.jit
@@ -72,18 +73,18 @@ def load_blocks(
         mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
         loaded = full.index(stage)
         mbarrier.expect(loaded, CODES + A_SCALES + B_SCALES)
-        tma.async_copy_global_to_shared(a, [a_line, k * 128], loaded, a_blocks.index(stage))
-        tma.async_copy_global_to_shared(b, [b_line, k * 128], loaded, b_blocks.index(stage))
+        load_block(a, [a_line, k * 128], loaded, a_blocks.index(stage))
+        load_block(b, [b_line, k * 128], loaded, b_blocks.index(stage))
         if A.edge == 1:
             if a_lines is None:
-                tma.async_copy_global_to_shared(a_scale, [k, a_line], loaded, a_scales.index(stage))
+                load_block(a_scale, [k, a_line], loaded, a_scales.index(stage))
             else:
                 known = gl.minimum(k, last)
                 copy_row_scales(
                     a_scale, a_scales.index(stage), loaded, known, a_line, a_lines, a_stride, CONFIG.rows
                 )
         if B.edge == 1:
-            tma.async_copy_global_to_shared(b_scale, [k, b_line], loaded, b_scales.index(stage))
+            load_block(b_scale, [k, b_line], loaded, b_scales.index(stage))
         turn += 1
     return turn
 

@@ -7,9 +7,9 @@ Triton binds, types and hashes every argument at every launch, which is most of 
 from typing import Any, NamedTuple
 
 import torch
-from triton.compiler import CompiledKernel
 
 from f8sub.kernels.triton.support import ALIGNMENT
+from f8sub.kernels.triton.triton_compat import INTERPRETED, PINNED, CompiledKernel
 
 MOST = 4096
 """Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
         programs: how many.
         arguments: by name; tensors, descriptors, numbers, constants, and None for an operand that is left out. The
             kernel takes those that it has, each of one type always.
-        options: what Triton is to compile it with.
+        options: what Triton is to compile it with, besides ``PINNED``.
     """
 
     kernel: Any
@@ -43,6 +43,11 @@ class Launch(NamedTuple):
         return {name: self.arguments[name] for name in self.kernel.arg_names}
 
     @property
+    def compile_options(self) -> dict[str, int]:
+        """All that Triton is to compile it with."""
+        return {**self.options, **PINNED}
+
+    @property
     def compiled(self) -> CompiledKernel | None:
         """What ``run`` launches, once it did; None where the interpreter runs the kernel."""
         return _compiled.get(self._key([self.arguments[name] for name in self.kernel.arg_names]))
@@ -54,7 +59,7 @@ class Launch(NamedTuple):
         constants = _constants.get(function)
         if constants is None:
             # The interpreter has no params; it compiles nothing either.
-            parameters = getattr(self.kernel, "params", ())
+            parameters = () if INTERPRETED else self.kernel.params
             constants = _constants[function] = [parameter.is_constexpr for parameter in parameters]
         kinds = [
             value if constant else _kind(value) for value, constant in zip(values, constants, strict=False)
@@ -69,7 +74,7 @@ class Launch(NamedTuple):
         if known is not None:
             known[self.programs, 1, 1](*values)
             return
-        compiled = self.kernel[(self.programs,)](*values, **self.options)
+        compiled = self.kernel[(self.programs,)](*values, **self.compile_options)
         # The interpreter compiles nothing.
         if isinstance(compiled, CompiledKernel):
             if len(_compiled) >= MOST:

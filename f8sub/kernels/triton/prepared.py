@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from triton.runtime import driver
 
 from f8sub.kernels.triton.launcher import MOST, Launch
 from f8sub.kernels.triton.support import ALIGNMENT
+from f8sub.kernels.triton.triton_compat import driver
 
 
 class Made(NamedTuple):

@@ -46,6 +46,10 @@ def why_no_triton(device: torch.device) -> str | None:
         return f"runs on NVIDIA's GPUs, not on {device}"
     if importlib.util.find_spec("triton") is None:
         return "is not installed"
+    from f8sub.kernels.triton import triton_compat
+
+    if (reason := triton_compat.why_not()) is not None:
+        return reason
     found = torch.cuda.get_device_capability(device)
     if found >= OLDEST:
         return None

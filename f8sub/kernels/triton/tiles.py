@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from f8sub.kernels.scales import largest_scale, smallest_scale
+from f8sub.kernels.triton import triton_compat
 
 LARGEST_FINITE = tl.constexpr(float.fromhex("0x1.fffffep127"))
 LARGEST_SCALE = tl.constexpr(largest_scale())
@@ -24,8 +25,7 @@ ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_SCALE_OVER_ONE_BITS = tl.constexpr(126 << 23)
 TWO_ONES_BITS = tl.constexpr(2 * 0x3F800000)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Whether Triton's interpreter runs the kernels, which cannot run PTX."""
+INTERPRETED = tl.constexpr(triton_compat.INTERPRETED)
 
 
 # Hashed at every launch, so by identity: there is one of each value.

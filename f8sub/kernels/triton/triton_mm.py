@@ -82,8 +82,10 @@ def why_not_device(device: torch.device) -> str | None:
         return f"runs on NVIDIA's GPUs, not on {device}"
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed"
-    if importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is None:
-        return "needs triton 3.6 or newer, with Gluon"
+    from f8sub.kernels.triton import triton_compat
+
+    if (reason := triton_compat.why_no_gluon()) is not None:
+        return f"needs Triton's Gluon, but triton {reason}"
     found = torch.cuda.get_device_capability(device)
     if found == CAPABILITY:
         return None

@@ -61,7 +61,7 @@ def compiled(launch: Launch, capability: int = CAPABILITY) -> Any:
     source = GluonASTSource if isinstance(launch.kernel, GluonJITFunction) else ASTSource
     target = GPUTarget("cuda", capability, WARP)
     return triton.compile(
-        source(launch.kernel, signature, constants, attributes), target=target, options=launch.options
+        source(launch.kernel, signature, constants, attributes), target=target, options=launch.compile_options
     )
 
 

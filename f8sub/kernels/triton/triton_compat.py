@@ -1,0 +1,83 @@
+"""Where the kernels reach past Triton's documented interface, and which names differ between its versions.
+
+No other module of f8sub imports such a name. Each is looked for once, when this module is imported: neither a kernel
+nor a launch asks for a version. A name that this Triton lacks is None, and ``why_not`` or ``why_no_gluon`` says so
+before anything needs it.
+"""
+
+import importlib
+from typing import Any
+
+import triton
+
+KNOWN = "3.6, 3.7, 3.8 and 3.9"
+"""Versions of Triton with which every kernel is compiled and interpreted by the tests."""
+
+_missing: dict[str, list[str]] = {"triton": [], "triton.experimental": []}
+
+
+def _name(module: str, *names: str) -> Any:
+    """The first of some names that a module has, newest first; without names, the module."""
+    part = "triton.experimental" if module.startswith("triton.experimental") else "triton"
+    try:
+        found: Any = importlib.import_module(module)
+        for name in names[:-1]:
+            if hasattr(found, name):
+                return getattr(found, name)
+        return getattr(found, names[-1]) if names else found
+    except (ImportError, AttributeError):
+        _missing[part].append(".".join((module, " or ".join(names))) if names else module)
+        return None
+
+
+PINNED = {"enable_fp_fusion": True}
+"""Options of every kernel that do not hang on Triton's version: a product that is added is rounded once, with its sum.
+
+Triton 3.10 is to round twice by default, and ``TRITON_DEFAULT_FP_FUSION=0`` has 3.6 to 3.9 do so.
+"""
+
+driver = _name("triton.runtime", "driver")
+"""Its ``active`` driver knows the current stream."""
+
+CompiledKernel = _name("triton.compiler", "CompiledKernel")
+"""``compiled[programs, 1, 1](*arguments, stream=stream)`` launches it without Triton's own look at the arguments."""
+
+TensorDescriptor = _name("triton.tools.tensor_descriptor", "TensorDescriptor")
+
+INTERPRETED = bool(getattr(_name("triton.knobs", "runtime"), "interpret", False))
+"""Whether Triton's interpreter runs the kernels, which cannot run PTX."""
+
+gluon = _name("triton.experimental.gluon")
+gl = _name("triton.experimental.gluon.language")
+LaidOutDescriptor = _name("triton.experimental.gluon.nvidia.hopper", "TensorDescriptor")
+
+_HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
+_ASYNC_COPY = "triton.experimental.gluon.language.nvidia.ampere.async_copy"
+mbarrier = _name(_HOPPER, "mbarrier")
+fence_async_shared = _name(_HOPPER, "fence_async_shared")
+warpgroup_mma = _name(_HOPPER, "warpgroup_mma")
+warpgroup_mma_wait = _name(_HOPPER, "warpgroup_mma_wait")
+
+# 3.8 and 3.9 have the first name, 3.6, 3.7 and 3.8 the second one; 3.9 keeps that to raise an error.
+load_block = _name(f"{_HOPPER}.tma", "async_load", "async_copy_global_to_shared")
+"""Load a block of a descriptor into shared memory by the tensor memory accelerator."""
+load_pointers = _name(_ASYNC_COPY, "async_load", "async_copy_global_to_shared")
+"""Load what pointers point to into shared memory, by the threads of the warp."""
+arrive_when_loaded = _name(_ASYNC_COPY, "mbarrier_arrive")
+
+
+def why_not() -> str | None:
+    """Why f8sub's kernels do not run with this Triton; None where they do."""
+    return _lacks("triton")
+
+
+def why_no_gluon() -> str | None:
+    """The same of the kernels for Hopper, which are written in Gluon."""
+    return why_not() or _lacks("triton.experimental")
+
+
+def _lacks(part: str) -> str | None:
+    if not _missing[part]:
+        return None
+    found = f"is {triton.__version__}, which has no {', no '.join(_missing[part])}"
+    return f"{found}; f8sub's kernels are known to work with {KNOWN}: install one of those"

@@ -118,7 +118,10 @@ def square_scale(scale, line, k, lines, BLOCKS, stride, SIDE: gl.constexpr):
         return 1.0
     else:
         inside = (line < lines) & (k < BLOCKS)
-        return gl.load(scale + line // SIDE.edge * stride + k // SIDE.depth, mask=inside, other=0.0)
+        # Of signed numbers LLVM, since Triton 3.8, divides those of two blocks as one vector, and to have both it moves
+        # so much to before the first that registers spill.
+        block = k.to(gl.uint32) // SIDE.depth
+        return gl.load(scale + line // SIDE.edge * stride + block, mask=inside, other=0.0)
 
 
 @gluon.jit

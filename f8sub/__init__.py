@@ -40,6 +40,7 @@ from f8sub.features.swiglu_input.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.features.tensors.quantize import quantize
 from f8sub.features.token_dispatch.dispatchers import dispatch_tokens_in_float8
 from f8sub.features.token_dispatch.exchange import exchange_tokens
+from f8sub.features.tools.attention import prefer_cudnn_attention
 from f8sub.features.tools.find_nonfinite import find_nonfinite
 from f8sub.features.tools.step_guard import skip_step_if_nonfinite
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
@@ -91,6 +92,7 @@ __all__ = [
     "keep_swiglu_input_in_float8",
     "load_float8",
     "precompute_scales",
+    "prefer_cudnn_attention",
     "quantize",
     "recipe_names",
     "reduce_gradients_in_float8",

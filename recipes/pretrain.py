@@ -149,7 +149,10 @@ class Trainer:
         self.resume()
         if settings.float8_recipe:
             f8sub.precompute_scales(self.model)
-        with self.metrics, count_traffic() as traffic:
+        prefer = f8sub.prefer_cudnn_attention if settings.model.attention == "auto" else nullcontext
+        with prefer() as by_cudnn, self.metrics, count_traffic() as traffic:
+            if by_cudnn:
+                self.metrics.say("Attention: cuDNN's kernels first.")
             self.metrics.open(self.step + 1)
             if settings.float8_recipe and settings.float8.monitor_every:
                 self.monitor = f8sub.Monitor(

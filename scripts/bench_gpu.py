@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+import f8sub
 from scripts.bench.gpu import (
     checkpoints,
     expert_casts,
@@ -114,7 +115,10 @@ def main() -> None:
             figures = {"figures": session.figures, "failed": session.failed}
             write_json(arguments.json, {**found, "after": machine(device), **figures})
 
-    with progress() if is_first else contextlib.nullcontext(lambda what: None) as begin:
+    begins = progress() if is_first else contextlib.nullcontext(lambda what: None)
+    # The same attention for every variant; which one, torch alone would decide by what ran before.
+    with begins as begin, f8sub.prefer_cudnn_attention() as by_cudnn:
+        found["attention"] = "cuDNN first" if by_cudnn else "torch's order"
         asked = {name: getattr(arguments, name) for name in ("rounds", "shapes", "only", "checkpoint")}
         tiny, ranks = arguments.tiny or not has_gpu, slices.world_size()
         session = Session(device=device, tiny=tiny, ranks=ranks, begin=begin, save=save, **asked)

@@ -69,6 +69,9 @@ class Model:
     ] = "debug"
     """A Llama; "moe-": Qwen3-MoE, whose layers have 8, 32, 64 or 128 experts. 8b-16: 16 layers of Llama 3 8B.
     moe-30b-4: 4 layers of Qwen3-30B-A3B."""
+    attention: Literal["auto", "torch"] = "auto"
+    """"auto": cuDNN's kernels first on Hopper, f8sub.prefer_cudnn_attention(), with float8 and without; "torch": in
+    torch's order."""
 
 
 @dataclass(frozen=True, kw_only=True)

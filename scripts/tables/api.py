@@ -44,6 +44,7 @@ SECTIONS = {
             "register_precompute_hook",
             "autocast",
             "checkpoint_policy",
+            "prefer_cudnn_attention",
             "keep_swiglu_input_in_float8",
             "reduce_gradients_in_float8",
             "GradientReduction",

@@ -304,6 +304,14 @@ def find_nonfinite():
     print(search)  # x of 0 on rank 0
 
 
+def prefer_cudnn_attention():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
+    with f8sub.prefer_cudnn_attention():  # all of a training, and the same for its bf16 run
+        q = model(torch.randn(1, 1, 16, 64))
+        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        y.sum().backward()
+
+
 def recipe_names():
     for name in f8sub.recipe_names():
         print(f8sub.get_recipe(name))

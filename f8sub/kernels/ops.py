@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.formats import ALL, Float8Format, Operand, present
 from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.reference import Quantized
@@ -151,6 +151,20 @@ def quantized(
     return Quantized(row, None if columnwise is None else Operand.of(columnwise, *tensors[count:]))
 
 
+def with_copied_columns(made: Quantized) -> Quantized:
+    """``reference.quantize`` with ``any_layout``, but row-major: the copy of transposed codes is one node.
+
+    Inductor's own is slow, see above, and not always right: where float8 codes are stored twice, once transposed,
+    beside a clamp that keeps NaN, ptxas 12 writes other bytes (triton-lang/triton#11111). torch 2.14 generates such
+    clamps, and Triton up to 3.8 has such a ptxas for Hopper.
+    """
+    col = made.columnwise
+    # Codes whose bytes run along their own dimension were cast where they are.
+    if col is None or col.format.depth_multiple > 1:
+        return made
+    return made._replace(columnwise=col._replace(data=transpose(col.data.t())))
+
+
 def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A backend's ``gemm_nt`` behind an operator of its own, ``f8sub::BACKEND_gemm_nt``."""
 
@@ -206,7 +220,8 @@ def derive_columnwise_in_backward(
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
     if any_layout and both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
         scale_inv = copy_after(rowwise.scale_inv, after)
-        return reference.derive_columnwise(rowwise._replace(scale_inv=scale_inv), columnwise)
+        seen = reference.derive_columnwise(rowwise._replace(scale_inv=scale_inv), columnwise, any_layout)
+        return present(with_copied_columns(Quantized(None, seen)).columnwise)
     data, scale_inv = derive_columnwise(
         rowwise.data, rowwise.scale_inv, after, rowwise.format.name, columnwise.name
     )

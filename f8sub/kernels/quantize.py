@@ -33,7 +33,7 @@ def quantize(
         is_fusible = prior is not None or all(map(ops.is_fusible, formats))
         if reduce is None and (is_copied or not is_fusible):
             return ops.quantized(x, rowwise, columnwise, prior)
-        return reference.quantize(x, rowwise, columnwise, False, prior, reduce)
+        return ops.with_copied_columns(reference.quantize(x, rowwise, columnwise, True, prior, reduce))
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
     if type(x) is torch.Tensor and x.is_cpu:

@@ -4,12 +4,14 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import ops, reference
+from f8sub.kernels import ops, reference, scales
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.kernels.quantize import quantize
 from tests.data_sets import gaussian, generator
 
 E4M3 = torch.float8_e4m3fn
@@ -198,3 +200,65 @@ def test_only_a_small_part_of_dy_is_handed_over():
     torch.compile(backward, backend="eager", fullgraph=True)(dy)
     assert parts == [((1, 1), (1, 1))]
     assert ops.small_part_of(dy, None) is dy
+
+
+def traced(function, *args) -> tuple[tuple[torch.Tensor, ...], list[torch.fx.Node]]:
+    """Results of compiled code, and the nodes of aten's operators that it is made of."""
+    nodes: list[torch.fx.Node] = []
+
+    def keep(graph, inputs):
+        nodes.extend(graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*args), nodes
+
+
+def copies_of_codes(nodes: list[torch.fx.Node]) -> list[str]:
+    """Operators that copy float8 codes, but for ours."""
+    made = [str(node.target) for node in nodes if getattr(node.meta.get("val"), "dtype", None) == E4M3]
+    copies = ("aten.clone", "aten.t_copy", "aten.copy", "aten.permute_copy", "aten.transpose_copy")
+    return [target for target in made if target.startswith(copies)]
+
+
+def same_operands(found: tuple[torch.Tensor, ...], expected: list[Operand]) -> bool:
+    right = [tensor for operand in expected for tensor in operand.tensors]
+    return all(
+        torch.equal(bits(a), bits(b)) and a.stride() == b.stride() for a, b in zip(found, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("any_layout", [False, True])
+@pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_codes_are_transposed_by_a_node(name, is_part, any_layout):
+    """Inductor would store them twice in one kernel, which is slow, and by some versions of ptxas wrong.
+
+    Of a part of a matrix, whose amaxes are reduced over ranks, and for GEMMs that take any layout, too.
+    """
+    source = scales.CURRENT.over(lambda amax, tile: amax * 2) if is_part else scales.CURRENT
+    formats = FORMATS[name]
+
+    def both(x):
+        made = quantize(x, *formats, source, any_layout)
+        return made.rowwise.tensors + made.columnwise.tensors
+
+    x = gaussian((48, 160), generator(3))
+    found, nodes = traced(both, x)
+    assert same_operands(found, list(reference.quantize(x, *formats, reduce=source.reduce)[:2]))
+    assert copies_of_codes(nodes) == []
+    assert any(str(node.target).startswith("f8sub.") for node in nodes)
+
+
+def test_codes_that_are_encoded_anew_in_compiled_code_are_transposed_by_a_node():
+    rowwise, columnwise = FORMATS["rowwise"]
+    operand, dy = made((rowwise, columnwise), (48, 160)), gaussian((4, 48), generator(2))
+
+    def backward(data, scale_inv, dy):
+        given = Operand(data, scale_inv, rowwise)
+        return ops.derive_columnwise_in_backward(given, columnwise, dy, True).tensors
+
+    found, nodes = traced(backward, operand.data, operand.scale_inv, dy)
+    assert same_operands(found, [reference.derive_columnwise(operand, columnwise)])
+    assert copies_of_codes(nodes) == []
+    assert any(str(node.target).startswith("f8sub.transpose") for node in nodes)

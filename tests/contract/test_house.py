@@ -156,6 +156,23 @@ def test_torchs_version_is_looked_at_in_one_place():
     assert looked_at <= {"torch_compat.py"}
 
 
+def test_tritons_names_that_may_change_are_reached_for_in_one_place():
+    """All but those of ``triton`` and ``triton.language``, which are documented."""
+    found = {}
+    for path in MODULES:
+        statements = [
+            node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        modules = {
+            *(node.module for node in statements if isinstance(node, ast.ImportFrom) and not node.level),
+            *(alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names),
+        }
+        found[name_of(path)] = {name for name in modules if name and name.split(".")[0] == "triton"}
+    assert {name: used for name, used in found.items() if used - {"triton", "triton.language"}} == {}
+    reached_for = {name for name in found if "triton.knobs" in (PACKAGE / name).read_text()}
+    assert reached_for == {"kernels/triton/triton_compat.py"}
+
+
 FACTORIES = {
     *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
     *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),

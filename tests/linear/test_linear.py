@@ -1,6 +1,7 @@
 """Float8Linear: what it accepts, what it refuses, and that it computes nothing it need not."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -145,6 +146,8 @@ def test_backends_are_those_of_the_device_it_is_called_on():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="converted for meta, and compiled for cpu"):
         torch.compile(layer, backend="eager", fullgraph=True)(x_of(M, K))
+    torch._dynamo.reset()
+    gc.collect()  # dynamo of torch 2.11 refers to the weight, which then cannot be swapped for another
     assert torch.equal(layer(x_of(M, K)).detach(), expected)
     assert layer.plan.device.type == "cpu"
     layer.plan = away

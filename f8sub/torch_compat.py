@@ -1,16 +1,31 @@
-"""Where the core reaches past torch's documented interface, and looks for what torch's versions differ in."""
+"""The one file where f8sub reaches past torch's documented interface, and looks for what torch's versions differ in.
 
+[Note: what is checked] Names without an underscore stay for years; those with one change without a word. So they are
+bound or wrapped here, and each ``Need`` lists what f8sub has to find for one purpose: names, the parameters of
+functions and operators, the attributes of FSDP2's objects. ``require`` looks at a need once, when a model is first
+converted (``CONVERSION``) or sharded (``GATHER``), or gradients are to be reduced (``REDUCTION``), in 0.3 ms or less.
+What is missing is one ``Float8ConfigError``; nothing is gathered or reduced in a way that was only guessed.
+
+A name that is missing when f8sub is imported is a stand-in until then, which raises the same error when it is used.
+
+torch's public ``scaled_mm`` and ``scaled_grouped_mm`` are other operators (``_scaled_mm_v2``) and do not serve. torch
+2.11 has them neither on CPUs nor in dynamo, no version to 2.15 counts their FLOPs, and checkpointing policies that
+others wrote name ``aten._scaled_mm``. ``torch.nn.functional.grouped_mm`` is the private operator, and is used.
+"""
+
+import contextlib
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _composable_state, distributed_c10d
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed import distributed_c10d
 from typing_extensions import TypeIs
 
 from f8sub.errors import Float8ConfigError
@@ -20,6 +35,283 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+WORKS_WITH = "2.11 to 2.15"
+"""The versions of torch that all of f8sub's tests passed with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Need:
+    """What f8sub has to find in torch for one purpose.
+
+    Attributes:
+        purpose: for the error.
+        instead: what works without, for the error; empty where nothing does.
+        names: dotted paths, each with the parameters that are given to what is there, "" where it is only to be there.
+            After "exactly" they are all that there are: f8sub takes the place of such an operator.
+        attributes: those of FSDP2's and DDP's objects, by the name of their class.
+    """
+
+    purpose: str
+    instead: str
+    names: dict[str, str]
+    attributes: dict[str, str] = field(default_factory=dict)
+
+
+CONVERSION = Need(
+    "converting a model",
+    "",
+    {
+        "torch.ops.aten._scaled_mm.default": "self mat2 scale_a scale_b out_dtype use_fast_accum",
+        "torch._scaled_mm": "",
+        "torch._foreach_copy_": "",
+        "torch._foreach_norm": "",
+        "torch._foreach_zero_": "",
+        "torch.Tensor._make_subclass": "",
+        "torch.Tensor._make_wrapper_subclass": "",
+        "torch._C._DisableTorchDispatch": "",
+        "torch._C._are_functorch_transforms_active": "",
+        "torch._C._autograd._top_saved_tensors_default_hooks": "",
+        "torch._C._current_autograd_node": "",
+        "torch._C._current_graph_task_id": "",
+        "torch._C._disabled_torch_function_impl": "",
+        "torch._C._len_torch_dispatch_stack": "",
+        "torch._C._storage_Use_Count": "",
+        "torch._C._will_engine_execute_node": "",
+        "torch.autograd.grad_mode._unsafe_preserve_version_counter": "tensors",
+        "torch.cpu._is_amx_fp16_supported": "",
+        "torch.cpu._is_amx_tile_supported": "",
+        "torch.utils._python_dispatch._disable_current_modes": "",
+        "torch.utils._python_dispatch.return_and_correct_aliasing": "func args kwargs out",
+        "torch.utils._pytree.tree_leaves": "tree",
+        "torch.utils._pytree.tree_map_only": "",
+    },
+)
+
+COMPILATION = Need(
+    "torch.compile",
+    "train without torch.compile",
+    {
+        "torch._higher_order_ops.wrap.TagActivationCheckpoint": "",
+        "torch.compiler._is_compiling_flag": "",
+        "torch.fx.experimental.proxy_tensor.get_proxy_mode": "",
+        "torch.fx.traceback.get_current_meta": "",
+        "torch.ops._c10d_functional.all_reduce.default": "input reduce_op group_name",
+        "torch.ops._c10d_functional.reduce_scatter_tensor.default": "",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",
+        "torch.utils.checkpoint._CachingTorchDispatchMode": "",
+    },
+)
+
+TENSOR_PARALLELISM = Need(
+    "tensor parallelism",
+    "shard the model by fully_shard alone",
+    {
+        "torch.distributed._functional_collectives.all_reduce": "self reduceOp group",
+        "torch.distributed._functional_collectives.wait_tensor": "tensor",
+    },
+)
+
+LOADING = Need(
+    "loading checkpoints into sharded weights",
+    "load them before the model is sharded",
+    {
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (
+            "global_shape mesh placements"
+        ),
+    },
+)
+
+EXPERTS = Need(
+    "experts' products by cuBLASLt",
+    "take another backend",
+    {
+        "torch.ops.aten._scaled_grouped_mm.default": "self mat2 scale_a scale_b offs out_dtype use_fast_accum",
+        "torch._scaled_grouped_mm": "",
+    },
+)
+
+GATHER = Need(
+    "FSDP2's all-gather of weights in float8",
+    "convert with float8_all_gather=False",
+    {
+        "torch.distributed._composable_state._module_state_mapping": "",
+        "torch.distributed.distributed_c10d._get_default_store": "",
+        "torch.distributed.distributed_c10d._get_object_coll_device": "group",
+        "torch.distributed.distributed_c10d._world.pg_map": "",
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
+        "torch.ops.fsdp.all_gather_copy_in.default": (
+            "exactly all_gather_inputs all_gather_output inp_split_sizes all_gather_input_numel rank"
+        ),
+    },
+    {
+        "FSDPParam": "_module_info mp_policy sharded_param",
+        "FSDPParamGroup": "device fsdp_params mesh_info post_forward_mesh_info",
+        "ParamModuleInfo": "module param_name shared_modules shared_param_names",
+    },
+)
+
+REDUCTION = Need(
+    "reduce_gradients_in_float8",
+    "do without reduce_gradients_in_float8",
+    {
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
+        "torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter": "self comm",
+        "torch.ops.fsdp.chunk_cat.default": "exactly tensors dim num_chunks out",
+    },
+    {
+        "DDPMeshInfo": "replicate_process_group",
+        "FSDPMeshInfo": "shard_process_group",
+        "FSDPParam": "mp_policy sharded_param",
+        "FSDPParamGroup": "_reduce_scatter_comm device fsdp_params mesh_info",
+    },
+)
+
+REPLICAS = Need(
+    "amax histories of DistributedDataParallel's replicas",
+    "take a recipe with current scaling",
+    {
+        "torch.nn.parallel.DistributedDataParallel._assign_modules_buffers": "self",
+        "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module": "",
+    },
+    {"DistributedDataParallel": "_join_config parameters_to_ignore"},
+)
+
+NEEDS = (CONVERSION, COMPILATION, TENSOR_PARALLELISM, LOADING, EXPERTS, GATHER, REDUCTION, REPLICAS)
+
+
+def problems(need: Need) -> tuple[str, ...]:
+    """What of a need's names is missing or takes other parameters, looked at once; empty where all is as it should."""
+    if (found := _found.get(need)) is None:
+        of_names = (_problem(path, given) for path, given in need.names.items())
+        found = _found[need] = tuple(problem for problem in of_names if problem is not None)
+    return found
+
+
+def require(need: Need) -> None:
+    """Look whether torch has what is needed.
+
+    Raises:
+        Float8ConfigError: it has not.
+    """
+    if found := problems(need):
+        raise _error(need, found)
+
+
+def require_attributes(need: Need, *objects: object) -> None:
+    """Look once for each class whether torch's objects have what is needed of them.
+
+    Raises:
+        Float8ConfigError: they have not.
+    """
+    for each in objects:
+        kind = type(each)
+        if (need, kind) in _known:
+            continue
+        wanted = [need.attributes[cls.__name__] for cls in kind.__mro__ if cls.__name__ in need.attributes]
+        missing = [f"{kind.__name__}.{name}" for name in " ".join(wanted).split() if not hasattr(each, name)]
+        if not wanted:
+            missing = [f"{kind.__module__}.{kind.__name__} in the place of a class that it knows"]
+        if missing:
+            raise _error(need, [f"{name} is missing" for name in missing] if wanted else missing)
+        _known.add((need, kind))
+
+
+_found: dict[Need, tuple[str, ...]] = {}
+_known: set[tuple[Need, type]] = set()
+"""What was looked at."""
+
+
+def _error(need: Need, found: Iterable[str]) -> Float8ConfigError:
+    instead = f", or {need.instead}" if need.instead else ""
+    return Float8ConfigError(
+        f"torch {torch.__version__} is not known to f8sub for {need.purpose}: {'; '.join(found)}. All of f8sub works "
+        f"with torch {WORKS_WITH}: install one of those{instead}"
+    )
+
+
+def _problem(path: str, given: str) -> str | None:
+    names = given.split()
+    try:
+        found = _at(path)
+        taken = _parameters(found) if names else {}
+    except (AttributeError, ImportError):
+        return f"{path} is missing"
+    except (TypeError, ValueError):
+        return f"{path} is no function with a signature any more"
+    if not names:
+        return None
+    exact = names[0] == "exactly"
+    names = names[exact:]
+    # What is not given has to be optional, and what is given by position to be where it was.
+    in_order = [name for name in taken if name in names] == names
+    others = [name for name, is_needed in taken.items() if name not in names and (exact or is_needed)]
+    if in_order and not others:
+        return None
+    return f"{path} takes ({', '.join(taken)}), and f8sub knows it with ({', '.join(names)})"
+
+
+def _parameters(found: Any) -> dict[str, bool]:
+    """Names of the parameters of an operator or a function, and whether they are needed."""
+    if (schema := getattr(found, "_schema", None)) is not None:
+        return {argument.name: not argument.has_default_value() for argument in schema.arguments}
+    parameters = inspect.signature(found).parameters.values()
+    return {
+        p.name: p.default is p.empty for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+
+
+def _at(path: str) -> Any:
+    """What is at a dotted path; modules on the way are imported."""
+    first, *rest = path.split(".")
+    found: Any = sys.modules[first]
+    for name in rest:
+        if not hasattr(found, name) and inspect.ismodule(found):
+            importlib.import_module(f"{found.__name__}.{name}")
+        found = getattr(found, name)
+    return found
+
+
+class _Missing:
+    """Stands for a private name that this torch has not, until ``require`` or its use raises."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _error(CONVERSION, [f"{self._path} is missing"])
+
+
+def _private(path: str) -> Any:
+    try:
+        return _at(path)
+    except (AttributeError, ImportError):
+        return _Missing(path)
+
+
+# Bound as they are: a wrapper would be one more Python call in every layer.
+aten_scaled_mm: Callable[..., torch.Tensor] = _private("torch._scaled_mm")
+aten_scaled_grouped_mm: Callable[..., torch.Tensor] = _private("torch._scaled_grouped_mm")
+no_torch_function = _private("torch._C._disabled_torch_function_impl")
+no_torch_dispatch = _private("torch._C._DisableTorchDispatch")
+dispatch_stack_size = _private("torch._C._len_torch_dispatch_stack")
+graph_task = _private("torch._C._current_graph_task_id")
+autograd_node = _private("torch._C._current_autograd_node")
+is_to_be_executed = _private("torch._C._will_engine_execute_node")
+preserve_version_counter = _private("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+return_and_correct_aliasing = _private("torch.utils._python_dispatch.return_and_correct_aliasing")
+tree_leaves = _private("torch.utils._pytree.tree_leaves")
+tree_map_only = _private("torch.utils._pytree.tree_map_only")
+SelectiveCheckpoint = _private("torch.utils.checkpoint._CachingTorchDispatchMode")
+_in_functorch = _private("torch._C._are_functorch_transforms_active")
+_storage_use_count = _private("torch._C._storage_Use_Count")
+_saved_tensors_hooks = _private("torch._C._autograd._top_saved_tensors_default_hooks")
+_no_modes = _private("torch.utils._python_dispatch._disable_current_modes")
+all_reduce_node = _private("torch.ops._c10d_functional.all_reduce.default")
+reduce_scatter_node = _private("torch.ops._c10d_functional.reduce_scatter_tensor.default")
+running_ddp = _private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
+_fsdp_states = _private("torch.distributed._composable_state._module_state_mapping")
 
 
 def is_dtensor(x: object) -> "TypeIs[DTensor]":
@@ -53,6 +345,34 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     getattr(dist, name)(output, input, group=group)
 
 
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sums by ``dist.reduce_scatter_single``, which torch before 2.13 calls ``reduce_scatter_tensor``."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(dist, name)(output, input, group=group)
+
+
+def device_of_objects(group: dist.ProcessGroup | None) -> Any:
+    """The device that a group's collectives of small things take."""
+    return distributed_c10d._get_object_coll_device(group)
+
+
+def leave_buffers(ddp: torch.nn.parallel.DistributedDataParallel, names: Iterable[str]) -> None:
+    """Have DDP synchronize these buffers no more.
+
+    Raises:
+        Float8ConfigError: this torch's DDP is not as ``REPLICAS`` has it.
+    """
+    require(REPLICAS)
+    require_attributes(REPLICAS, ddp)
+    ddp.parameters_to_ignore.update(names)
+    ddp._assign_modules_buffers()  # it fails where it finds at a forward that there are none left
+
+
+def is_joining(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether this is within ``ddp.join()``."""
+    return bool(ddp._join_config.enable)
+
+
 @functools.cache
 def cpu_has_amx() -> bool:
     """Whether this CPU has AMX: tiles of bf16 and int8 at the least."""
@@ -72,7 +392,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*args)
-    if torch._C._are_functorch_transforms_active():
+    if _in_functorch():
         raise Float8ConfigError(
             "a float8 layer was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev, ...), and only "
             "plain autograd differentiates it: call loss.backward() or torch.autograd.grad, for gradients of each "
@@ -89,22 +409,45 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def param_dtypes(
-    modules: Iterable[torch.nn.Module],
+    modules: Iterable[torch.nn.Module], *, needed: bool = True
 ) -> dict[tuple[torch.nn.Module, str], torch.dtype | None]:
     """The ``param_dtype`` of every parameter of ``modules`` that FSDP2 gathers, by module and name.
 
     Of no other module: there may be models that nothing else holds any more.
+
+    Raises:
+        Float8ConfigError: torch's FSDP2 is not as ``GATHER`` has it, or a policy not resolved, and they are ``needed``.
     """
     found: dict[tuple[torch.nn.Module, str], torch.dtype | None] = {}
     asked = set(modules)
-    for _, param in fsdp_params():
-        info = param._module_info
-        owners = [(info.module, info.param_name)]
-        owners += zip(info.shared_modules, info.shared_param_names, strict=True)
-        ours = [owner for owner in owners if owner[0] in asked]
-        # The policy is the parameter's: since torch 2.15 those of one group may have several.
-        found.update(dict.fromkeys(ours, param.mp_policy.param_dtype))
+    try:
+        for _, param in fsdp_params():
+            info = param._module_info
+            owners = [(info.module, info.param_name)]
+            owners += zip(info.shared_modules, info.shared_param_names, strict=True)
+            if ours := [owner for owner in owners if owner[0] in asked]:
+                found.update(dict.fromkeys(ours, _policy_of(param).param_dtype))
+    except Float8ConfigError:
+        if needed:
+            raise
+        return {}
     return found
+
+
+def _policy_of(param: Any) -> Any:
+    """FSDP2's mixed precision of a parameter, which since torch 2.15 may be another one than that of its group."""
+    policy = param.mp_policy
+    dtypes = [getattr(policy, name, "missing") for name in ("param_dtype", "reduce_dtype")]
+    is_open = getattr(policy, "param_dtype_override_fn", None) is not None  # then FSDP2 asks it later
+    if is_open or not all(dtype is None or isinstance(dtype, torch.dtype) for dtype in dtypes):
+        raise _error(GATHER, [f"the policy of {param._module_info.param_name} is not resolved: {policy}"])
+    return policy
+
+
+def module_of(param: Any) -> torch.nn.Module:
+    """The module that has a parameter of ``fsdp_params``."""
+    owner: torch.nn.Module = param._module_info.module
+    return owner
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
@@ -116,7 +459,7 @@ def reduce_dtype(group: Any) -> torch.dtype:
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
     found = []
     for param in trained:
-        policy, sharded = param.mp_policy, param.sharded_param
+        policy, sharded = _policy_of(param), param.sharded_param
         computed = policy.param_dtype or sharded.dtype
         if hasattr(type(param), "unsharded_grad_dtype"):
             computed = sharded.grad_dtype or computed  # None: whatever backward makes
@@ -125,22 +468,82 @@ def reduce_dtype(group: Any) -> torch.dtype:
     return promoted
 
 
+ALL_GATHER_COPY_IN = "fsdp::all_gather_copy_in"
+"""FSDP2's operator that copies the inputs of an all-gather into the memory that is sent; see ``GATHER``."""
+
+
+def unknown_operator(name: str) -> Float8ConfigError:
+    """The error where FSDP2 gives weights to another operator of its own."""
+    return _error(GATHER, [f"{name} is called, and f8sub knows {ALL_GATHER_COPY_IN}"])
+
+
 def fsdp_params() -> Iterator[tuple[Any, Any]]:
-    """Every parameter that FSDP2 shards, after the group that it is gathered with."""
-    for module, reference in list(_composable_state._module_state_mapping.items()):
+    """Every parameter that FSDP2 shards, after the group that it is gathered with.
+
+    Raises:
+        Float8ConfigError: torch's FSDP2 is not as ``GATHER`` has it.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    require(GATHER)
+    for module, reference in list(_fsdp_states.items()):
         if is_fsdp_module(module) and (state := reference()) is not None:
-            yield from ((group, param) for group in param_groups(state) for param in group.fsdp_params)
+            for group in _groups_of(state, GATHER):
+                for param in group.fsdp_params:
+                    require_attributes(GATHER, param, param._module_info)
+                    yield group, param
 
 
-def param_groups(state: Any) -> list[Any]:
+def reduced_groups(module: "FSDPModule") -> list[Any]:
+    """The parameters that ``fully_shard`` put together for a module: one group for each mesh.
+
+    Raises:
+        Float8ConfigError: torch's FSDP2 is not as ``REDUCTION`` has it.
+    """
+    require(REDUCTION)
+    groups = _groups_of(module._get_fsdp_state(), REDUCTION)
+    for group in groups:
+        require_attributes(REDUCTION, group.mesh_info, *group.fsdp_params)
+    return groups
+
+
+def _groups_of(state: Any, need: Need) -> list[Any]:
     """An FSDP2 module's groups of parameters: one until torch 2.11, one for each mesh from 2.12 on."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        if not hasattr(state, "_fsdp_param_group"):
+            raise _error(need, [f"{type(state).__name__}._fsdp_param_groups is missing"])
+        groups = [state._fsdp_param_group]
+    found = [group for group in groups if group is not None]
+    require_attributes(need, *found)
+    return found
+
+
+def shard_ranks(group: Any) -> dist.ProcessGroup | None:
+    """The ranks that a group's parameters are sharded over; None where they are replicated alone."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def reduce_scatter_of(group: Any) -> tuple[Any, bool]:
+    """A group's ``ReduceScatter``, and whether that is torch's own."""
+    comm = group._reduce_scatter_comm
+    return comm, type(comm).__name__ == "DefaultReduceScatter"
+
+
+CHUNK_CATS = ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
+"""FSDP2's operators that copy gradients into the memory of a reduction; the second one since torch 2.15."""
+
+
+def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) -> None:
+    """The one of ``CHUNK_CATS`` that takes most: gradients of several dtypes, if torch has it."""
+    name = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
+    getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
 
 
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Outside of all dispatch modes, FakeTensorMode among them: tensors made here are real and may be kept."""
-    return _disable_current_modes()
+    modes: AbstractContextManager[Any] = _no_modes()
+    return modes
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
@@ -151,7 +554,7 @@ def is_capturing(tensor: torch.Tensor) -> bool:
 def tensors_in_storage(tensor: torch.Tensor) -> int:
     """How many tensors, itself among them, and NumPy arrays lie in a tensor's storage."""
     storage = tensor.untyped_storage()  # the Python object counts, too
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    return int(_storage_use_count(storage._cdata)) - 1
 
 
 def bound_hook(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,3 +589,52 @@ def untraced(function: Function) -> Function:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cast(Function, call)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Have ``torch.compiler.is_compiling()`` true, which it is not in torch 2.11 while AOTAutograd traces."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def largest_over_ranks(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The elementwise maximum over a group, as nodes of a graph that is traced."""
+    require(TENSOR_PARALLELISM)
+    collectives = torch.distributed._functional_collectives
+    reduced = collectives.all_reduce(values.contiguous(), "max", group)
+    done: torch.Tensor = collectives.wait_tensor(reduced)
+    return done
+
+
+def tag_of_checkpoints() -> Any:
+    """The operator by which dynamo's graphs have checkpointed functions; to import it takes a while."""
+    from torch._higher_order_ops.wrap import TagActivationCheckpoint
+
+    return TagActivationCheckpoint
+
+
+def is_checkpointed(module: torch.nn.Module) -> bool:
+    """Whether a module is what ``checkpoint_wrapper`` returned."""
+    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return wrapper is not None and isinstance(module, wrapper.CheckpointWrapper)
+
+
+def saved_tensors_hook() -> Any:
+    """The hook that packs what is saved for backward now; None without one. Non-reentrant checkpoints push theirs."""
+    hooks = _saved_tensors_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def place_in_whole(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a DTensor, and where in the whole it begins."""
+    require(LOADING)
+    utils = torch.distributed.tensor._utils
+    shape, offset = utils.compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return shape, offset

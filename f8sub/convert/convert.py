@@ -31,6 +31,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.sockets import guests
 from f8sub.recipes import DEFAULT
+from f8sub.torch_compat import CONVERSION, require
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import watch_optimizer_steps
@@ -100,7 +101,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     Raises:
         Float8ConfigError: unknown option, recipe or backend, a model that is already sharded or converted with
             another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
-            take, or, when ``strict``, nothing to convert.
+            take, a torch that is not known, or, when ``strict``, nothing to convert.
     """
     sockets.check_call(model, recipe, unknown, inspect.signature(convert_to_float8).parameters)
     if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
@@ -129,6 +130,7 @@ def _convert_selected(
     float8_all_gather: bool,
     of_features: dict[str, Any],
 ) -> Model:
+    require(CONVERSION)
     for converter in sockets.converters:
         converter.check(of_features)
     refuse_sharded(model)

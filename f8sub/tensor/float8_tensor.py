@@ -5,13 +5,13 @@ from itertools import compress, product
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, present, why_not_derivable
 from f8sub.kernels import reference
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.tensor.operators import describe
+from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -46,7 +46,7 @@ class Float8Tensor(torch.Tensor):
         Float8ConfigError: neither usage given.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     # What torch.compile sees, by the names of _BUFFERS. All of a usage that is absent is None.
     rowwise_data: Any

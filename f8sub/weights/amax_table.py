@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy, sent_to
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import shard_amaxes, support
+from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
 from f8sub.weights import guests
 from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
@@ -63,7 +63,7 @@ class AmaxTable:
         if support.takes(self.amax):
             self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
-            with torch._C._DisableTorchDispatch():
+            with no_torch_dispatch():
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:
@@ -125,7 +125,7 @@ class AmaxTable:
         scale.copy_(made.scale)
         for entry, value in ((scale_inv, made.scale_inv), (of_all, made.global_scale_inv)):
             if entry is not None and value is not None:
-                with _unsafe_preserve_version_counter(entry):
+                with preserve_version_counter(entry):
                     entry.copy_(value)
 
 

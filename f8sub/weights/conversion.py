@@ -157,12 +157,13 @@ class Conversion:
 
     def _enter(self, new: Sequence[tuple[WeightRecord, "DTensor"]], asked: bool) -> None:
         """Give shards to weights that were sharded, and exchanges to the shards."""
-        dtypes = param_dtypes(record.module for record, _ in new)
+        past = {record for record, _ in new if any(guest.prior_of(record) for guest in self.guests)}
+        needed = any(record.gathered or record in past for record, _ in new)
+        dtypes = param_dtypes((record.module for record, _ in new), needed=needed)
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
         alike = defaultdict(list)
         for record, weight in new:
-            has_past = any(guest.prior_of(record) for guest in self.guests)
-            layout = ShardLayout.of(weight, record.fqn, apart=not has_past)
+            layout = ShardLayout.of(weight, record.fqn, apart=record not in past)
             alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
         for ranks, members in alike.items():
             exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])

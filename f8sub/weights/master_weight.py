@@ -10,12 +10,19 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from f8sub.formats import Operand
 from f8sub.tensor.operators import Operator, describe
-from f8sub.torch_compat import is_capturing, is_dtensor, tensors_in_storage
+from f8sub.torch_compat import (
+    is_capturing,
+    is_dtensor,
+    no_torch_dispatch,
+    no_torch_function,
+    tensors_in_storage,
+    tree_leaves,
+    tree_map_only,
+)
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
 
 State = tuple[int, int, int]
@@ -72,7 +79,7 @@ class MasterWeight(Weight):
     sharding APIs re-make weights with. While ``torch.compile`` traces, it wraps the traced tensor instead.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_traced", "_alias", "copies_plainly"})
     """What an instance holds besides the attributes that users set on their parameters."""
@@ -124,7 +131,7 @@ class MasterWeight(Weight):
         """The same storage as an ordinary tensor, made anew each time: none is kept past ``p.data = t``."""
         if self._traced is not None:
             return self._traced
-        with torch._C._DisableTorchDispatch():
+        with no_torch_dispatch():
             return torch.Tensor.detach(self)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -189,7 +196,8 @@ class MasterWeight(Weight):
         if self._alias is None or self._alias[0] != made_from:
             # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
             whole = self.plain.new_empty(0).set_(self.untyped_storage())
-            memory = torch._C._from_dlpack(torch._C._to_dlpack(whole)).untyped_storage()
+            dlpack: Any = torch.utils.dlpack
+            memory = dlpack.from_dlpack(dlpack.to_dlpack(whole)).untyped_storage()
             self._alias = made_from, whole.new_empty(0).set_(memory, *made_from[1:])
         return self._alias[1]
 
@@ -229,7 +237,7 @@ class MasterWeight(Weight):
         op, wrap = _HANDLINGS.get(id(func)) or _handling_of(func)
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in pytree.tree_leaves(value) if isinstance(value, (list, tuple)) else (value,):
+            for tensor in tree_leaves(value) if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, MasterWeight):
                     tensor.mark_stale()
         first = args[0] if args else None
@@ -237,14 +245,13 @@ class MasterWeight(Weight):
             plainly = first._traced is None
         else:
             plainly = all(issubclass(t, MasterWeight) for t in types) and not any(
-                isinstance(t, MasterWeight) and t._traced is not None
-                for t in pytree.tree_leaves((args, kwargs))
+                isinstance(t, MasterWeight) and t._traced is not None for t in tree_leaves((args, kwargs))
             )
         if plainly:
-            with torch._C._DisableTorchDispatch():
+            with no_torch_dispatch():
                 out = func(*args, **kwargs)
         else:
-            plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
+            plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
         return out if wrap is None else wrap(args, kwargs, out)
 
@@ -278,8 +285,8 @@ def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 
 def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """The result holds the tensors that were written to."""
-    kind = next(type(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
-    return pytree.tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
+    kind = next(type(t) for t in tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
+    return tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
 
 def _count_versions(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:

@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.kernels.triton.support import ALIGNMENT
-from f8sub.torch_compat import is_capturing
+from f8sub.torch_compat import (
+    ALL_GATHER_COPY_IN,
+    is_capturing,
+    no_torch_function,
+    tree_map_only,
+    unknown_operator,
+)
 
 if TYPE_CHECKING:
     from f8sub.weights.shard import Shard
     from f8sub.weights.weight import Weight
-
-COPY_IN = "fsdp::all_gather_copy_in"
-"""FSDP2's operator in torch 2.11 and 2.13: inputs, memory of all ranks, the inputs' sizes, their sum, the rank."""
 
 
 class PendingCodes(torch.Tensor):
@@ -31,7 +33,7 @@ class PendingCodes(torch.Tensor):
         source: what is cast: the shard, on the device that gathers it.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     shard: "Shard"
     source: "Weight"
@@ -58,12 +60,14 @@ class PendingCodes(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.name() == COPY_IN:
+        if func.name() == ALL_GATHER_COPY_IN:
             return _copy_in(*args)
         if func is torch.ops.aten.copy_.default and isinstance(args[1], PendingCodes):
             cast_into([args[1]], [args[0]])
             return args[0]
-        args, kwargs = pytree.tree_map_only(PendingCodes, lambda each: each.codes(), (args, kwargs or {}))
+        if func.namespace == "fsdp":
+            raise unknown_operator(func.name())
+        args, kwargs = tree_map_only(PendingCodes, lambda each: each.codes(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Float8Format, present
 from f8sub.kernels import reference
@@ -13,6 +12,7 @@ from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_am
 from f8sub.kernels.triton import quantize_cuda
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.shard_amaxes import Matrix
+from f8sub.torch_compat import preserve_version_counter
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight, State
 from f8sub.weights.pending_codes import Casts, PendingCodes
@@ -157,7 +157,7 @@ class Shard:
         """Bring the rank's tensor-parallel part up to date with the scales that were just made."""
         scale_inv, part = self.scales.scale_inv, self.scales.part_scale_inv
         if part is not scale_inv:
-            with _unsafe_preserve_version_counter(part):
+            with preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
     def part_of(self, source: Weight) -> Part | None:

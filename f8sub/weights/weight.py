@@ -179,6 +179,12 @@ class Weight(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[Float8Tensor, tuple[torch.Tensor]] | None:
         (gathered,), (shard, ticket) = all_gather_outputs, metadata
+        if param_dtype is not shard.dtype:
+            raise Float8ConfigError(
+                f"{shard.fqn}: FSDP2 gathers its weight as {param_dtype}, and its float8 codes are of values rounded "
+                f"to {shard.dtype}, by the policy that it had when it was sharded; call fully_shard with one policy, "
+                "and model.to(dtype) before that"
+            )
         if ticket is not None:
             shard.exchange.resolve(shard, self, gathered, ticket)
         if ticket is None or not shard.master.numel():  # an empty shard asks, and has nothing to have changed

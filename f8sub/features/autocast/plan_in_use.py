@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.autograd_state.autograd_state import graph_task, saved_tensors_hook
 from f8sub.features.keep_x.keep_x import why_not_kept
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format, why_not_derivable
@@ -23,7 +22,14 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import constant_result, is_dtensor
+from f8sub.torch_compat import (
+    autograd_node,
+    constant_result,
+    graph_task,
+    is_dtensor,
+    is_to_be_executed,
+    saved_tensors_hook,
+)
 
 if TYPE_CHECKING:
     from f8sub.linear.float8_linear import Float8Linear
@@ -249,7 +255,7 @@ def _is_executed(node: Any) -> bool:
 
     The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
     """
-    return node is torch._C._current_autograd_node() or bool(torch._C._will_engine_execute_node(node))
+    return node is autograd_node() or bool(is_to_be_executed(node))
 
 
 sockets.remember = remember

@@ -6,12 +6,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from f8sub.formats import Tile
 from f8sub.kernels import scales
-from f8sub.torch_compat import constant_result
+from f8sub.torch_compat import (
+    COMPILATION,
+    SelectiveCheckpoint,
+    constant_result,
+    dispatch_modes,
+    require,
+    tag_of_checkpoints,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,6 +36,7 @@ def in_graph(function: Function) -> Function:
 @constant_result
 def enter_graph_functions() -> None:
     """Make dynamo know the functions of ``in_graph``: it calls this while it traces, before it comes to them."""
+    require(COMPILATION)
     while _in_graphs:
         torch.compiler.allow_in_graph(_in_graphs.pop())
     _tag_autograd_functions()
@@ -42,9 +49,8 @@ def _tag_autograd_functions() -> None:
     torch 2.11 tags for recomputation what dynamo's graph of the checkpointed function has, and not what the forward of
     an autograd function in it has: compiled code would save all that it makes. torch 2.13 has no such tags.
     """
-    from torch._higher_order_ops.wrap import TagActivationCheckpoint
-
-    tag_nodes = getattr(TagActivationCheckpoint, "tag_nodes", None)
+    operator = tag_of_checkpoints()
+    tag_nodes = getattr(operator, "tag_nodes", None)
     if tag_nodes is None:
         return
 
@@ -58,7 +64,7 @@ def _tag_autograd_functions() -> None:
                     each.meta |= {name: node.meta[name] for name in ("ac_graph_id", "recompute")}
         return graph_module
 
-    TagActivationCheckpoint.tag_nodes = staticmethod(tag)  # type: ignore[attr-defined]
+    operator.tag_nodes = staticmethod(tag)
 
 
 def save_when_checkpointed(reduction: Any) -> None:
@@ -76,8 +82,7 @@ def save_when_checkpointed(reduction: Any) -> None:
 
 def policies() -> list[Callable[..., Any]]:
     """The policies of the checkpointed functions that are being traced or run."""
-    stack = _get_current_dispatch_mode_stack()
-    return [mode.policy_fn for mode in stack if isinstance(mode, _CachingTorchDispatchMode)]
+    return [mode.policy_fn for mode in dispatch_modes() if isinstance(mode, SelectiveCheckpoint)]
 
 
 def save_last_node() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from f8sub.errors import Float8ConfigError
+from f8sub.torch_compat import reduce_scatter_node
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ ATTENTION = {
     if hasattr(aten, f"_scaled_dot_product_{kind}")
 } | {torch.ops.higher_order.flex_attention}
 
-COMMUNICATION = {torch.ops._c10d_functional.reduce_scatter_tensor.default}
+COMMUNICATION = {reduce_scatter_node}
 
 
 def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.gemm.select import gemm_nt
 from f8sub.linear import sockets
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import autocast_dtype
+from f8sub.torch_compat import autocast_dtype, dispatch_stack_size
 
 
 class _Factor(Float8Tensor):
@@ -40,7 +40,7 @@ def multiply(
         enter_graph_functions()
         formats = a.format.name, b.format.name
         return _in_graph(backend, out_dtype, fast_accum, formats, len(a.tensors), *a.tensors, *b.tensors)
-    if torch._C._len_torch_dispatch_stack() > 0:  # a checkpointing policy, a FLOP counter, an export
+    if dispatch_stack_size() > 0:  # a checkpointing policy, a FLOP counter, an export
         return _as_mm(backend, a, b, out_dtype, fast_accum, traced=False)
     return gemm_nt(backend, a, b, out_dtype, fast_accum)
 

@@ -3,11 +3,11 @@
 import dataclasses
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from f8sub.formats import Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.scales import first_tile
+from f8sub.torch_compat import preserve_version_counter
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight
@@ -67,7 +67,7 @@ class DroppedShard(Shard):
     def scales_written(self) -> None:
         """Write back the scales that the codes were cast with, over those that were just made."""
         for scales, kept in zip(self._scales, self._kept, strict=bool(self._kept)):
-            with _unsafe_preserve_version_counter(scales):
+            with preserve_version_counter(scales):
                 scales.copy_(kept)
         super().scales_written()
 

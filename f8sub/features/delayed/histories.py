@@ -19,17 +19,16 @@ from typing_extensions import override
 
 from f8sub.convert.convert import remove_hook
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.features.autograd_state.autograd_state import graph_task
 from f8sub.features.delayed.layers import forget, forget_missing, state_of, states_of, take_part
 from f8sub.features.delayed.rolling import Held, Histories, matrices_of, operands_met, side_by_side
 from f8sub.features.delayed_state.state import OPERANDS, ScalingState, W
 from f8sub.features.non_finite.held_weights import HeldWeights, weight_amaxes
 from f8sub.features.non_finite.skipped_steps import SkippedSteps
-from f8sub.features.replicas.replicas import Replicas, running_ddp
+from f8sub.features.replicas.replicas import Replicas
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
 from f8sub.linear import sockets
-from f8sub.torch_compat import is_capturing, no_dispatch_modes
+from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes, running_ddp
 from f8sub.weights import guests
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange

@@ -8,10 +8,12 @@ import torch
 
 from f8sub.features.doctor.machine import Machine, look
 from f8sub.features.doctor.proofs import Proof, prove
+from f8sub.features.doctor.torch_names import TorchNames, look_at_torch
 from f8sub.kernels.triton import gemm_table
 from f8sub.kernels.triton.support import OLDEST, why_no_triton
 from f8sub.kernels.triton.triton_mm import CAPABILITY
 from f8sub.recipe import get_recipe, recipe_names
+from f8sub.torch_compat import WORKS_WITH
 from f8sub.version import __version__
 
 WITH_CUDA = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
@@ -30,6 +32,7 @@ class Diagnosis:
         proofs: one a recipe, on the first GPU, or on the CPU where there is none.
         gemm_table: where the GPU's measured products are, or how to measure them; None where none are needed.
         advice: what to install, to set or to know.
+        torch_names: what f8sub needs of torch beyond what that documents.
     """
 
     version: str
@@ -37,6 +40,7 @@ class Diagnosis:
     proofs: tuple[Proof, ...]
     gemm_table: str | None
     advice: tuple[str, ...]
+    torch_names: tuple[TorchNames, ...] = ()
 
     @property
     def native(self) -> list[str]:
@@ -45,8 +49,9 @@ class Diagnosis:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 where a recipe is native and nothing that ran is wrong, else 1."""
-        return 0 if self.native and all(proof.is_right for proof in self.proofs) else 1
+        """The exit status: 0 where a recipe is native and nothing that ran or was looked at is wrong, else 1."""
+        wrong = [proof for proof in self.proofs if not proof.is_right]
+        return 0 if self.native and not wrong and all(n.problem is None for n in self.torch_names) else 1
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""
@@ -62,8 +67,19 @@ def doctor() -> Diagnosis:
     device = torch.device("cuda", 0) if machine.gpus else torch.device("cpu")
     proofs = tuple(prove(get_recipe(name), device) for name in recipe_names())
     table, is_missing = _gemm_table(machine)
-    advice = tuple(_advice(machine, proofs, device, is_missing))
-    return Diagnosis(__version__, machine, proofs, table, advice)
+    names = look_at_torch()
+    advice = (*_of_torch(names, machine), *_advice(machine, proofs, device, is_missing))
+    return Diagnosis(__version__, machine, proofs, table, advice, names)
+
+
+def _of_torch(names: tuple[TorchNames, ...], machine: Machine) -> Iterator[str]:
+    """What to do where torch is not as f8sub knows it."""
+    for found in names:
+        if found.problem is not None:
+            instead = f", or {found.instead}" if found.instead else ""
+            yield (
+                f"torch {machine.torch} is not known to f8sub for {found.purpose}: install torch {WORKS_WITH}{instead}."
+            )
 
 
 def _gemm_table(machine: Machine) -> tuple[str | None, bool]:

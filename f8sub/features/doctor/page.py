@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from f8sub.features.doctor.doctor import Diagnosis
 from f8sub.features.doctor.machine import Machine
 from f8sub.features.doctor.proofs import Proof
+from f8sub.features.doctor.torch_names import TorchNames
 
 WIDTH = 80
 
@@ -25,6 +26,8 @@ def page(diagnosis: Diagnosis) -> str:
     verdict = f"{found} of {len(diagnosis.proofs)} recipes are native" if found else "no recipe is native"
     lines = [f"f8sub {diagnosis.version}: {verdict} on this machine", "", *_machine(diagnosis.machine), ""]
     lines += [*_recipes(diagnosis), ""]
+    if diagnosis.torch_names:
+        lines += [*_torch_names(diagnosis.torch_names), ""]
     if reasons := list(_reasons(diagnosis.proofs)):
         lines += ["Why not", *reasons, ""]
     lines.append("What to do")
@@ -74,6 +77,16 @@ def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
         )
     if diagnosis.gemm_table:
         yield from _wrapped(f"Products of blocks are {diagnosis.gemm_table}.", "  ", "  ")
+
+
+def _torch_names(names: tuple[TorchNames, ...]) -> Iterator[str]:
+    yield "What f8sub needs of torch beyond what torch documents"
+    known = [found.purpose for found in names if found.problem is None]
+    if known:
+        yield from _wrapped(f"as f8sub knows it: {'; '.join(known)}", "  ", "    ")
+    for found in names:
+        if found.problem is not None:
+            yield from _wrapped(f"{found.purpose}: {found.problem}", "  ", "    ")
 
 
 def _row(cells: tuple[str, ...]) -> str:

@@ -11,5 +11,5 @@ def by_groups(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
     In dx, too. Both operands have one dtype, on a GPU bfloat16.
     """
     past = groups.past
-    y = torch._grouped_mm(x.masked_fill(past, 0), w.transpose(1, 2), offs=groups.ends)
+    y = torch.nn.functional.grouped_mm(x.masked_fill(past, 0), w.transpose(1, 2), offs=groups.ends)
     return y.masked_fill(past, 0)

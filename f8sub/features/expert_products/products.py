@@ -21,6 +21,7 @@ from f8sub.kernels.gemm.select import REFERENCE
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
+from f8sub.torch_compat import EXPERTS, aten_scaled_grouped_mm, problems
 
 ByRows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
 OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
@@ -48,6 +49,8 @@ def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> s
     """Source: ``_scaled_grouped_mm`` in ATen/native/cuda/GroupedBlas.cpp."""
     if device.type != "cuda":
         return f"runs on cuda, not on {device.type}"
+    if unknown_to := problems(EXPERTS):
+        return f"is not known of torch {torch.__version__}: {'; '.join(unknown_to)}"
     if (capability := torch.cuda.get_device_capability(device))[0] not in (9, 10):
         return f"needs SM 9.0 (Hopper) or SM 10.0 (Blackwell), found {'.'.join(map(str, capability))}"
     known = Tile(1, ALL), Tile(ALL, ALL)
@@ -67,7 +70,7 @@ def _scaled_rows(
     a_scale, experts = a.scale_inv[:, 0], len(groups.ends)
     if a.edge == ALL:
         a_scale = a_scale[groups.of_row().clamp(max=experts - 1)]
-    y = torch._scaled_grouped_mm(
+    y = aten_scaled_grouped_mm(
         a.data,
         b.data.contiguous().transpose(1, 2),
         a_scale,
@@ -84,7 +87,7 @@ def _scaled_weights(
 ) -> torch.Tensor:
     # What lies between two groups is zero, so each may end where the next one begins.
     ends = torch.cat([a.groups.first[1:], a.groups.first.new_full((1,), a.groups.rows)])
-    dw = torch._scaled_grouped_mm(
+    dw = aten_scaled_grouped_mm(
         a.data.contiguous(),
         b.data.contiguous().t(),
         _a_row(a.scale_inv, a.data.shape[0]),
@@ -188,7 +191,7 @@ def multiply_rows(
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N) in x's dtype, with zeros in the rows past the last group."""
     if x.is_cuda:
-        y = torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
+        y = torch.nn.functional.grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
         return grouped_mm.clear_past(y.to(x.dtype), groups.ends)
     out = x.new_zeros((len(x), w.shape[1]))
     for index, (first, end) in enumerate(groups.host_bounds):
@@ -200,7 +203,7 @@ def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> tor
 def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """(M, N) and (M, K), summed over each expert's rows -> (E, N, K) in dy's dtype."""
     if x.is_cuda:
-        return torch._grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=groups.ends).to(dy.dtype)
+        return torch.nn.functional.grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=groups.ends).to(dy.dtype)
     out = dy.new_zeros((len(groups.ends), dy.shape[1], x.shape[1]))
     for index, (first, end) in enumerate(groups.host_bounds):
         if end > first:

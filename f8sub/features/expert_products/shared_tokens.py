@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from f8sub.features.autograd_state.autograd_state import saved_tensors_hook
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_prior_scales.casts import CastTokens, cast_tokens
 from f8sub.formats import Float8Format
 from f8sub.kernels.scales import LayerSource
 from f8sub.linear.saved_input import events
+from f8sub.torch_compat import saved_tensors_hook
 
 
 class _Seen:

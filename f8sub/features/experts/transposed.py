@@ -9,6 +9,7 @@ import torch
 
 from f8sub.features.tensors import operators  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
+from f8sub.torch_compat import no_torch_function
 
 aten = torch.ops.aten
 
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 class Transposed(torch.Tensor):
     """(E, K, N) of a Float8Tensor of (E, N, K), whose codes stay where they are; for grouped products alone."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     source: Float8Tensor
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from f8sub.torch_compat import device_of_objects
 
 
 def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -15,7 +16,7 @@ def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any
         mine: what JSON can say.
         group: None for all ranks of the job.
     """
-    device, world = distributed_c10d._get_object_coll_device(group), dist.get_world_size(group)
+    device, world = device_of_objects(group), dist.get_world_size(group)
     said = list(json.dumps(mine).encode())
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)

@@ -17,8 +17,15 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError
 from f8sub.features.gradient_codes.layout import Chunk, Layout, chunk_size, layout_of
 from f8sub.features.gradient_codes.wire import Source, add, pack
-from f8sub.features.gradient_wire.fsdp import chunk_cat, factor_of, reduce_scatter
-from f8sub.torch_compat import is_capturing
+from f8sub.features.gradient_wire.fsdp import factor_of
+from f8sub.torch_compat import CHUNK_CATS, WORKS_WITH, chunk_cat, is_capturing, reduce_scatter
+
+
+def _unknown(what: str) -> Float8ConfigError:
+    return Float8ConfigError(
+        f"{what}: torch {torch.__version__} reduces gradients in a way that reduce_gradients_in_float8, which packs "
+        f"them as bytes, does not know. It works with torch {WORKS_WITH}: install one of those, or do without it"
+    )
 
 
 class Hops(NamedTuple):
@@ -62,21 +69,31 @@ class GradientBuffer(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """FSDP2 shapes the buffer, fills it and divides it; for anything else there are no values."""
-        name, buffer = func._schema.name, args[0]  # of a copy, the gradients
+        name, buffer = func.name(), args[0]
         if name == "aten::view":
             like = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta").view(args[1])
             return cls.of(buffer.reduction, buffer.contents, like, buffer.device)
-        if name in ("fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype"):
-            out = kwargs["out"]
-            out.contents.append(out.reduction.pack(buffer, out.shape[0]))
-            return None
-        if name == "aten::div_":
+        if name in CHUNK_CATS:
+            return cls._filled(*args, **kwargs)
+        if name == "aten::div_.Scalar" or (
+            name == "aten::div_.Tensor" and not isinstance(args[1], torch.Tensor)
+        ):
             buffer.contents[0].divisor *= args[1]
             return buffer
-        raise Float8ConfigError(
-            f"{name} was called on FSDP2's flat buffer of gradients, which reduce_gradients_in_float8 packs as bytes: "
-            f"torch {torch.__version__} reduces them in a way that it does not know; do without it"
-        )
+        raise _unknown(f"{name} was called on FSDP2's flat buffer of gradients")
+
+    @staticmethod
+    def _filled(
+        gradients: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: "GradientBuffer"
+    ) -> None:
+        packed = out.reduction.pack(gradients, num_chunks)
+        if out.contents or dim != 0 or out.shape != (num_chunks, packed.layout.numel):
+            shapes = [tuple(gradient.shape) for gradient in gradients]
+            raise _unknown(
+                f"gradients of shapes {shapes} were copied in {num_chunks} chunks of dimension {dim} into FSDP2's flat "
+                f"buffer of shape {tuple(out.shape)}, with {len(out.contents)} before them"
+            )
+        out.contents.append(packed)
 
 
 class Float8ReduceScatter:
@@ -132,7 +149,15 @@ class Float8ReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Exchange the bytes, and write the sum that ``op`` asks for."""
-        packed: Packed = input_tensor.contents[0]
+        if not isinstance(input_tensor, GradientBuffer) or len(input_tensor.contents) != 1:
+            raise _unknown(
+                f"FSDP2 reduced a {type(input_tensor).__name__} that it did not fill with gradients"
+            )
+        packed = input_tensor.contents[0]
+        if output_tensor.numel() != packed.layout.numel:
+            raise _unknown(
+                f"FSDP2 reduced {packed.layout.numel} elements of a rank to {output_tensor.numel()}"
+            )
         factor = factor_of(op, group.size()) / packed.divisor
         layout, wire, ranks = packed.layout, packed.wire, group
         if self._hops is not None:

@@ -11,12 +11,12 @@ from f8sub.convert import sockets as convert_sockets
 from f8sub.convert.checks import Chosen, looks
 from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError
-from f8sub.features.autograd_state.autograd_state import saved_tensors_hook
 from f8sub.formats import why_not_derivable
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, KEEP_X
 from f8sub.recipe import Recipe
+from f8sub.torch_compat import saved_tensors_hook
 
 _VIEWS = re.compile(
     r"(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Slice|Select|Expand|Alias)Backward\d+"

@@ -22,7 +22,7 @@ from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import is_dtensor
+from f8sub.torch_compat import is_dtensor, place_in_whole
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor, take_place
 
@@ -323,7 +323,5 @@ def _local_slices(tensor: torch.Tensor) -> Where:
     """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    place_of = torch.distributed.tensor._utils.compute_local_shape_and_global_offset
-    shape, offset = place_of(tensor.shape, mesh, placements)
+    shape, offset = place_in_whole(tensor)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.codes_alone.dropped_shard import DroppedShard, LoadedCodes
@@ -18,7 +17,7 @@ from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.tensor.operators import describe
-from f8sub.torch_compat import is_dtensor
+from f8sub.torch_compat import is_dtensor, no_torch_function, tree_leaves, tree_map_only
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord
@@ -92,7 +91,7 @@ class PrimaryWeight(Weight):
         Float8ConfigError: on a write after the master was dropped.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     OWN_ATTRIBUTES: ClassVar = frozenset({"_geometry", "_slot"})
     """What an instance holds besides the attributes that users set on their parameters."""
@@ -256,7 +255,7 @@ class PrimaryWeight(Weight):
         written = [
             args[position] if position < len(args) else kwargs.get(name) for position, name in op.written
         ]
-        results = pytree.tree_leaves(written)
+        results = tree_leaves(written)
         targets = {id(t): _master_view(t) for t in results if isinstance(t, PrimaryWeight)}
         dtypes = {t.dtype: targets[id(t)].dtype for t in results if id(t) in targets}
         kept = set(map(id, results))
@@ -267,7 +266,7 @@ class PrimaryWeight(Weight):
             values = t.plain if isinstance(t, PrimaryWeight) else t
             return values.to(dtypes.get(values.dtype, values.dtype))  # many operators take one dtype alone
 
-        args_in, kwargs_in = pytree.tree_map_only(torch.Tensor, given, (args, kwargs))
+        args_in, kwargs_in = tree_map_only(torch.Tensor, given, (args, kwargs))
         out = func(*args_in, **kwargs_in)
         return written[0] if targets and isinstance(out, MasterWeight) else out
 
@@ -325,7 +324,7 @@ def _master_view(weight: PrimaryWeight) -> MasterWeight:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight: PrimaryWeight = args[0]
     views = func(weight._geometry, *args[1:], **kwargs)
-    return pytree.tree_map_only(
+    return tree_map_only(
         torch.Tensor, lambda geometry: type(weight)(geometry, weight._slot, weight.device), views
     )
 

@@ -8,12 +8,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.errors import Float8ConfigError
+from f8sub.torch_compat import is_joining, leave_buffers
 from f8sub.weights.ranks import own_group
-
-
-def running_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel module whose forward runs now, in eager code."""
-    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-any-return]
 
 
 class Replicas:
@@ -28,8 +24,7 @@ class Replicas:
         # Collectives of others cannot cross it.
         self._group = own_group(ranks, next(ddp.module.parameters()).device.type) if len(ranks) > 1 else None
         self._ddp = weakref.ref(ddp)
-        ddp.parameters_to_ignore.update(buffers)
-        ddp._assign_modules_buffers()  # it fails where it finds at a forward that there are none left
+        leave_buffers(ddp, buffers)
 
     def maximum(self, staged: torch.Tensor, fqn: str) -> torch.Tensor:
         """The maximum over the ranks of what each staged.
@@ -38,7 +33,7 @@ class Replicas:
             Float8ConfigError: within ``ddp.join()``: ranks that have no more inputs step no optimizer, and the others
                 would wait for them.
         """
-        if (ddp := self._ddp()) is not None and ddp._join_config.enable:
+        if (ddp := self._ddp()) is not None and is_joining(ddp):
             raise Float8ConfigError(
                 f"{fqn}: its amax histories are shared by DDP's ranks at every optimizer step, and inside "
                 "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "

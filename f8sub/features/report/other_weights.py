@@ -107,6 +107,12 @@ def active_share_of_linear(model: torch.nn.Module, fqn: str) -> float:
     return 1.0
 
 
+CONVOLUTIONS = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+)
+
+
 def _configs(module: torch.nn.Module) -> Iterator[Any]:
     holder: Any = module
     for name in CONFIGS:
@@ -117,7 +123,7 @@ def _configs(module: torch.nn.Module) -> Iterator[Any]:
 
 def _read_by_gemms(module: torch.nn.Module, own: dict[str, torch.nn.Parameter]) -> list[str]:
     """Names of the parameters among a module's own that it multiplies by."""
-    if isinstance(module, torch.nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         return [name for name in own if name == "weight"]
     if isinstance(module, torch.nn.MultiheadAttention):
         return [name for name, parameter in own.items() if parameter.dim() == 2]
@@ -133,7 +139,7 @@ def _described(
     shapes = tuple(tuple(weight.shape) for weight in weights)
     parameters = sum(math.prod(shape) for shape in shapes)
     name = type(module).__name__
-    if isinstance(module, torch.nn.modules.conv._ConvNd):
+    if isinstance(module, CONVOLUTIONS):
         detail = f"{name}: not an nn.Linear; its FLOPs depend on its input and are not counted"
         return OtherWeights(fqn or ROOT, shapes, parameters, None, detail)
     multiplications, detail = float(parameters), f"{name}: not an nn.Linear"

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.shard_checks.rank_check import compare
-from f8sub.torch_compat import fsdp_params
+from f8sub.torch_compat import fsdp_params, module_of
 from f8sub.weights.conversion import ParamDtypes
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, makers
@@ -24,7 +24,8 @@ class ShardChecks(Guest):
         if len(exchange.layout.ranks) > 1:
             compare([record for record, _ in members], dtypes, exchange)
         gathered = [each for each in members if each[0].gathered]
-        _refuse_resharding([record for record, _ in gathered])
+        if gathered:
+            _refuse_resharding([record for record, _ in gathered])
         for record, layout in gathered:
             if (record.module, record.name) in dtypes:
                 _refuse_cuts(record, layout)
@@ -32,9 +33,7 @@ class ShardChecks(Guest):
 
 def _refuse_resharding(records: Sequence[WeightRecord]) -> None:
     """FSDP2 gathers anew what it kept of a weight after forward, without the hooks that say what it is."""
-    kept = {
-        p._module_info.module for g, p in fsdp_params() if g.post_forward_mesh_info not in (None, g.mesh_info)
-    }
+    kept = {module_of(p) for g, p in fsdp_params() if g.post_forward_mesh_info not in (None, g.mesh_info)}
     if fqns := sorted({record.fqn for record in records if record.module in kept}):
         raise Float8ConfigError(
             f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not "

@@ -21,12 +21,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from f8sub.features.autograd_state.autograd_state import saved_tensors_hook
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import Call, Formats, cast_anew, events
+from f8sub.torch_compat import saved_tensors_hook
 from f8sub.weights.conversion import Conversion
 
 

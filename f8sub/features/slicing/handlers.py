@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.features.slicing import parts
 from f8sub.features.tensors.operators import in_high_precision
 from f8sub.tensor.float8_tensor import Float8Tensor, implements
+from f8sub.torch_compat import return_and_correct_aliasing
 
 aten = torch.ops.aten
 

@@ -3,8 +3,6 @@
 AOTAutograd runs the node while it traces, with tensors that show what is in them, and so compiles what is in the node.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,21 +13,10 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear import sockets
 from f8sub.linear.float8_linear import Float8Linear, Float8Matmul
-from f8sub.torch_compat import untraced
+from f8sub.torch_compat import compiling, untraced
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-@contextlib.contextmanager
-def traced() -> Iterator[None]:
-    """Have ``torch.compiler.is_compiling()`` true, which it is not in torch 2.11 while AOTAutograd traces."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 class _TracedMatmul(Float8Matmul):
@@ -37,12 +24,12 @@ class _TracedMatmul(Float8Matmul):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        with traced():
+        with compiling():
             return Float8Matmul.forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with traced():
+        with compiling():
             return Float8Matmul.backward(ctx, dy)
 
 
@@ -58,7 +45,7 @@ def _node(
 ) -> torch.Tensor:
     """What ``Float8Linear.forward`` does with a weight that is a DTensor, by the plan of that key."""
     plan = Plan.made[key]
-    with traced():
+    with compiling():
         places = Places.of(Unnamed, weight, x)
         sources = places.sources(Unnamed, plan, weight, x, CURRENT_SOURCES)
         of_rank = places.local(x, weight, bias)

@@ -29,7 +29,7 @@ from f8sub.kernels.scales import Sources
 from f8sub.linear import sockets
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import constant_result, is_dtensor
+from f8sub.torch_compat import all_reduce_node, constant_result, is_dtensor, largest_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,10 +93,8 @@ class Cut(NamedTuple):
 
 @in_graph
 def _all_reduce_max(amax: torch.Tensor, group: Any) -> torch.Tensor:
-    collectives = torch.distributed._functional_collectives
-    reduced = collectives.all_reduce(amax.contiguous(), "max", group)
-    done: torch.Tensor = collectives.wait_tensor(reduced)
-    save_when_checkpointed(torch.ops._c10d_functional.all_reduce.default)
+    done = largest_over_ranks(amax, group)
+    save_when_checkpointed(all_reduce_node)
     return done
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from f8sub.errors import Float8ConfigError
 from f8sub.features.checkpointing.graphs import enter_graph_functions, in_graph
 from f8sub.features.forwards.forwards import plan_of, sources_of
-from f8sub.features.tensor_parallel.one_node import Unnamed, traced
+from f8sub.features.tensor_parallel.one_node import Unnamed
 from f8sub.features.tensor_parallel.places import Cut, Named
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
@@ -28,7 +28,7 @@ from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource, Sources
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, untraced
+from f8sub.torch_compat import apply, autocast_dtype, compiling, untraced
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -239,7 +239,7 @@ def _gathered(
 @in_graph
 def _node(x: DTensor, key: str, dtype: torch.dtype) -> DTensor:
     """``_gathered`` in compiled code, see ``one_node.py``."""
-    with traced():
+    with compiling():
         return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared=False)
 
 

@@ -11,8 +11,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Operand
@@ -20,6 +18,7 @@ from f8sub.kernels.gemm.select import gemm_nt, select_gemm
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import ANY_OTHER, Float8Tensor, implements
 from f8sub.tensor.operators import describe
+from f8sub.torch_compat import return_and_correct_aliasing, tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -36,7 +35,7 @@ def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     for position, name in describe(func).written:
         value = args[position] if position < len(args) else kwargs.get(name)
-        if written := [t for t in pytree.tree_leaves(value) if isinstance(t, Float8Tensor)]:
+        if written := [t for t in tree_leaves(value) if isinstance(t, Float8Tensor)]:
             raise NotImplementedError(
                 f"{func} would write to {written[0]!r}, whose codes do not change; write to what .dequantize() "
                 "returns, or to the sharded weight that it was gathered from"
@@ -44,7 +43,7 @@ def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     composed = func.decompose(*args, **kwargs)
     if composed is not NotImplemented:
         return composed
-    read = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Float8Tensor))
+    read = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Float8Tensor))
     if str(func) not in _told:
         _told.add(str(func))
         warnings.warn(
@@ -55,7 +54,7 @@ def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             Float8Warning,
             stacklevel=_frames_of_f8sub() + 1,
         )
-    args, kwargs = pytree.tree_map_only(Float8Tensor, lambda t: t.dequantize(), (args, kwargs))
+    args, kwargs = tree_map_only(Float8Tensor, lambda t: t.dequantize(), (args, kwargs))
     return func(*args, **kwargs)
 
 

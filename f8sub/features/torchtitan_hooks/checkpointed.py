@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from f8sub.errors import Float8ConfigError
 from f8sub.features.checkpointing.policy import checkpoint_policy
+from f8sub.torch_compat import is_checkpointed
 
 KEEP = "float8_checkpoint_policy"
 """Attribute of a converted model: what its policy keeps. Copies for pipelines have it, too."""
@@ -27,7 +27,7 @@ def set_policy(model: torch.nn.Module, args: Any) -> None:
         if hook is set_policy:
             del model._forward_pre_hooks[key]
     keep = getattr(model, KEEP)
-    blocks: list[Any] = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    blocks: list[Any] = [module for module in model.modules() if is_checkpointed(module)]
     if not blocks:
         raise Float8ConfigError(
             f"checkpoint_policy={keep!r} is for blocks that activation checkpointing wraps, and there is none: ask "

@@ -13,7 +13,7 @@ from f8sub.features.delayed_state.state import ScalingState, learn_scales
 from f8sub.features.precompute_hook.hook import register_precompute_hook
 from f8sub.features.torchtitan_hooks.graphs import launch_next
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import fsdp_params, is_dtensor
+from f8sub.torch_compat import fsdp_params, is_dtensor, module_of
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import local_tensor
@@ -162,5 +162,5 @@ def _gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module
 
     From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
     """
-    local = {p._module_info.module for _, p in fsdp_params() if getattr(p, "is_spmd_types", False)}
+    local = {module_of(p) for _, p in fsdp_params() if getattr(p, "is_spmd_types", False)}
     return local.intersection(layers)

@@ -12,7 +12,13 @@ from torch.nn.functional import ScalingType, pad, scaled_mm
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK, whole_blocks
-from f8sub.torch_compat import constant_result, cpu_has_amx, cpu_has_amx_fp16, no_dispatch_modes
+from f8sub.torch_compat import (
+    aten_scaled_mm,
+    constant_result,
+    cpu_has_amx,
+    cpu_has_amx_fp16,
+    no_dispatch_modes,
+)
 
 TENSORWISE = Tile(ALL, ALL)
 ROWWISE = Tile(1, ALL)
@@ -71,7 +77,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     if left.is_cuda:
         return _gemm_nt_cuda(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
     # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
-    return torch._scaled_mm(
+    return aten_scaled_mm(
         left, right.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
     )
 
@@ -93,7 +99,7 @@ def _gemm_nt_cuda(
         b_scale_inv = _padded_rows(b_scale_inv.t(), b.shape[0]).t()
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
             made = torch.bfloat16
-    y = torch._scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
+    y = aten_scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
     return cut(y, rows, cols).to(out_dtype)
 
 
@@ -107,7 +113,7 @@ def _gemm_nt_in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.
     else:
         # The first version tells 1x128 by the shapes of the scales, and takes e5m2, which the second refuses.
         of_a, of_b = block_scales.vectors(a), block_scales.vectors(b).t()
-        y = torch._scaled_mm(left, right, of_a, of_b, out_dtype=out_dtype)
+        y = aten_scaled_mm(left, right, of_a, of_b, out_dtype=out_dtype)
     return cut(y, a.data.shape[0], b.data.shape[0])
 
 
@@ -183,7 +189,7 @@ def _why_not_rows_on_the_cpu() -> str | None:
         with no_dispatch_modes():
             codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
             scale_inv = torch.ones(16, 1, dtype=torch.float32, device="cpu")
-            torch._scaled_mm(codes, codes.t(), scale_inv, scale_inv.t(), out_dtype=torch.float32)
+            aten_scaled_mm(codes, codes.t(), scale_inv, scale_inv.t(), out_dtype=torch.float32)
     except (RuntimeError, NotImplementedError) as error:
         return f"torch {torch.__version__} has no rowwise _scaled_mm for the CPU ({error})"
     return None

@@ -140,7 +140,9 @@ def in_backward(rank: int, world: int) -> None:
     """By an operation that is no sum, or by operators that are not known."""
     comm = reduction.Float8ReduceScatter(None, None, 0)
     buffer = comm.allocate((8,), dtype=torch.float32, device="cpu")
-    with pytest.raises(f8sub.Float8ConfigError, match="aten::mul_ was called on FSDP2's flat buffer"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"aten::mul_\.Tensor was called on FSDP2's flat buffer"
+    ):
         buffer.mul_(2)
     torch.ops.fsdp.chunk_cat([torch.ones(4, 2)], dim=0, num_chunks=2, out=buffer.view(2, -1))
     out = comm.allocate((4,), dtype=torch.float32, device="cpu")

@@ -1,1 +1,0 @@
-"""What autograd does on this thread now."""

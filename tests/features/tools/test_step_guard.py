@@ -81,7 +81,9 @@ def test_a_run_with_bad_steps_is_the_run_without_them(name, value):
 def test_the_host_does_not_wait_after_the_first_step(name, monkeypatch):
     model, optimizer, guard = guarded(name, 32, 48)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip(f"this optimizer of torch {torch.__version__} cannot be told on the device to skip a step")
+        pytest.skip(
+            f"this optimizer of torch {torch.__version__} cannot be told on the device to skip a step"
+        )
     set_gradients(model, 0)
     optimizer.step()
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 import f8sub
+from f8sub import torch_compat
 from f8sub.features.gradient_wire import reduction
 from tests.features.gradient_wire.models import (
     backward,
@@ -150,6 +151,53 @@ def in_backward(rank: int, world: int) -> None:
         comm(out, buffer, torch.distributed.group.WORLD, torch.distributed.ReduceOp.MAX)
 
 
+def by_other_copies(rank: int, world: int) -> None:
+    """Into the flat buffer, or past it."""
+
+    def copied(given: list[torch.Tensor], **options: int) -> None:
+        comm = reduction.Float8ReduceScatter(None, None, 0)
+        buffer = comm.allocate((8,), dtype=torch.float32, device="cpu")
+        torch.ops.fsdp.chunk_cat(given, **{"dim": 0, "num_chunks": 2, **options}, out=buffer.view(2, -1))
+
+    ones = torch.ones(4, 2)
+    for given, options, words in (
+        ([ones], {"dim": 1}, r"2 chunks of dimension 1 into .* of shape \(2, 4\)"),
+        ([ones], {"num_chunks": 4}, "4 chunks of dimension 0"),
+        ([ones, ones], {}, r"shapes \[\(4, 2\), \(4, 2\)\] were copied"),
+    ):
+        with pytest.raises(f8sub.Float8ConfigError, match=words):
+            copied(given, **options)
+    comm = reduction.Float8ReduceScatter(None, None, 0)
+    buffer = comm.allocate((8,), dtype=torch.float32, device="cpu")
+    arguments = torch.distributed.group.WORLD, torch.distributed.ReduceOp.SUM
+    with pytest.raises(f8sub.Float8ConfigError, match="reduced a GradientBuffer that it did not fill"):
+        comm(torch.empty(4), buffer, *arguments)
+    with pytest.raises(f8sub.Float8ConfigError, match="reduced a Tensor that it did not fill"):
+        comm(torch.empty(4), torch.empty(8), *arguments)
+    torch.ops.fsdp.chunk_cat([ones], dim=0, num_chunks=2, out=buffer.view(2, -1))
+    with pytest.raises(f8sub.Float8ConfigError, match="with 1 before them"):
+        torch.ops.fsdp.chunk_cat([ones], dim=0, num_chunks=2, out=buffer.view(2, -1))
+    with pytest.raises(f8sub.Float8ConfigError, match="reduced 4 elements of a rank to 8"):
+        comm(torch.empty(8), buffer, *arguments)
+
+
+def by_an_unknown_fsdp2(rank: int, world: int) -> None:
+    """Names, parameters and attributes that are not there are told before a backward pass."""
+    for where, name, value, words in (
+        ("names", "torch.ops.fsdp.chunk_cat.default", "exactly tensors dim", r"chunk_cat\.default takes"),
+        ("names", "torch.distributed.fsdp.FSDPModule.set_reducer", "", r"FSDPModule\.set_reducer is missing"),
+        ("attributes", "FSDPParamGroup", "_reducer", r"FSDPParamGroup\._reducer is missing"),
+        ("attributes", "FSDPMeshInfo", "shard_ranks", r"FSDPMeshInfo\.shard_ranks is missing"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_compat, "_found", {})
+            patch.setattr(torch_compat, "_known", set())
+            patch.setitem(getattr(torch_compat.REDUCTION, where), name, value)
+            known = rf"for reduce_gradients_in_float8: .*{words}.*, or do without reduce_gradients_in_float8$"
+            with pytest.raises(f8sub.Float8ConfigError, match=known):
+                f8sub.reduce_gradients_in_float8(sharded(network()))
+
+
 def test_beside_a_float8_all_gather(rank, world):
     """A converted model with float8 weights on the wire, too; a failed backward pass leaves nothing behind."""
     losses = []
@@ -193,6 +241,8 @@ SET_UPS = {
     mismatched: 2,
     refused: 2,
     in_backward: 2,
+    by_other_copies: 2,
+    by_an_unknown_fsdp2: 2,
     no_warning: 2,
 }
 """What is set up or refused, each with the number of its ranks."""

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -567,6 +568,19 @@ def bound_hook(form: Callable[..., Any]) -> Callable[..., Any]:
         form.__name__, (functools.partial,), {"__signature__": inspect.Signature(parameters)}
     )
     return made
+
+
+def is_metadata_inference() -> bool:
+    """Whether this runs inside of a forward by which a stage of ``torch.distributed.pipelining`` learns shapes.
+
+    From torch 2.13 on it precedes the first micro-batch, with gradients. A later stage is given uninitialized memory,
+    and no stage steps by the gradients; torch 2.14 puts the buffers back. It has no mark but the name of torch's
+    function. Compiled code does not know.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
+        frame = frame.f_back
+    return frame is not None
 
 
 def constant_result(function: Function) -> Function:

@@ -187,6 +187,15 @@ def equal(found: Any, expected: Any) -> bool:
     return tree == other_tree and all(same)
 
 
+def _forward_metadata_inference(step: Callable[[], object]) -> None:
+    step()
+
+
+def learning_shapes(step: Callable[[], object]) -> None:
+    """Run ``step`` as a stage of torch's pipelines does before its first micro-batch, by torch's name for it."""
+    _forward_metadata_inference(step)
+
+
 @contextmanager
 def silenced() -> Iterator[None]:
     """What f8sub warns of meanwhile is ignored."""

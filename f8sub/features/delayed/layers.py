@@ -10,6 +10,7 @@ from f8sub.features.delayed_state.state import ALL_MEMBERS, ScalingState
 from f8sub.kernels.scales import Sources
 from f8sub.linear import sockets
 from f8sub.recipe import Recipe
+from f8sub.torch_compat import is_metadata_inference
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.weight import local_tensor
@@ -103,13 +104,15 @@ def check_members(state: ScalingState, experts: int, fqn: str) -> None:
 def sources_of(layer: Any, recipe: Recipe, name: str = "weight") -> Sources:
     """Those of a weight's state; amaxes of a forward in training count."""
     state = state_of(layer, recipe, name)
+    stage = torch.is_grad_enabled() and layer.training
     if not torch.compiler.is_compiling():
         state.notice_writes()
+        stage = stage and not is_metadata_inference()
     weight = getattr(layer, name)
     if state.members is not None:
         check_members(state, len(local_tensor(weight)), f"{layer.fqn}.{name}")
     frozen = layer.training and not weight.requires_grad
-    return state.sources(stage=torch.is_grad_enabled() and layer.training, frozen=frozen)
+    return state.sources(stage=stage, frozen=frozen)
 
 
 sockets.scaling = sources_of

@@ -27,7 +27,7 @@ from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
 from f8sub.linear.saved_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import autocast_dtype, is_dtensor
+from f8sub.torch_compat import autocast_dtype, is_dtensor, is_metadata_inference
 from f8sub.weights.weight import Weight, master_of
 
 ROLES = ("x", "w", "dy")
@@ -134,6 +134,8 @@ class Sample:
         return found
 
     def _before(self, name: str, layer: Float8Linear, args: Any, kwargs: dict[str, Any]) -> None:
+        if is_metadata_inference():
+            return
         self._called = True
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._calls:
             return

@@ -21,7 +21,7 @@ from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, 
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, ScaleSource
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor
+from f8sub.torch_compat import is_dtensor, is_metadata_inference
 from f8sub.weights.weight import Weight, master_of
 
 Parts = Iterable[tuple[torch.Tensor, Operand]]
@@ -60,7 +60,7 @@ class _Watch:
 
     def __call__(self, fqn: str, product: Product) -> None:
         """Measure a product of a module of the model, the first one of its weight with a gradient."""
-        if fqn not in self.modules or not product.y.requires_grad:
+        if fqn not in self.modules or not product.y.requires_grad or is_metadata_inference():
             return
         module_name, module = self.modules[fqn]
         attribute = next((a for a in module.weights if _is_of(product.weight, module._parameters[a])), None)

@@ -13,7 +13,7 @@ from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor
+from f8sub.torch_compat import is_dtensor, is_metadata_inference
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import local_tensor
 
@@ -120,12 +120,16 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
 def _before(
     search: Search, name: str, shard: torch.Tensor, layer: torch.nn.Linear, args: Any, kwargs: dict[str, Any]
 ) -> None:
+    if is_metadata_inference():
+        return
     search.look(name, "x", args[0] if args else kwargs.get("input"))
     search.note(name, "w", shard)
     search.look(name, "w", layer.weight)
 
 
 def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
+    if is_metadata_inference():
+        return
     search.look(name, "y", y)
     if y.grad_fn is None:
         return

@@ -9,7 +9,7 @@ from f8sub.features.operand_statistics.statistics import MAXIMA, WIDTH, measure,
 from tests.data_sets import gaussian, generator
 from tests.features.experts.models import OwnExperts, of_transformers
 from tests.features.experts.ranks.test_sharded import SeamedExperts
-from tests.models import equal
+from tests.models import equal, learning_shapes
 
 EXPERTS, WIDTH_OF_X, HIDDEN = 4, 128, 256
 ENDS = torch.tensor([16, 16, 40, 48])
@@ -97,6 +97,22 @@ def test_models_of_transformers_and_no_bit_is_another(kind):
             assert {f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")} <= layers
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert equal(*found)
+
+
+def test_the_forward_by_which_a_pipeline_learns_shapes_is_not_measured():
+    f8sub.register_experts(OwnExperts)
+    rows = []
+    for is_pipeline in (False, True):
+        model = f8sub.convert_to_float8(Model(), "tensorwise", experts=True)
+        x = gaussian((48, WIDTH_OF_X), generator(0)).requires_grad_()
+        monitor = f8sub.Monitor(model, every=1)
+        with monitor:
+            if is_pipeline:
+                learning_shapes(lambda model=model, x=x: model(9 * x).sum().backward())
+            model(x).backward(gaussian((48, WIDTH_OF_X), generator(1)))
+        monitor.flush()
+        rows.append(monitor.rows)
+    assert rows[0] == rows[1] != []
 
 
 def test_tokens_are_told_with_the_scales_of_their_past():

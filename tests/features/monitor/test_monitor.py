@@ -16,7 +16,7 @@ from f8sub.features.monitor import sample as module
 from f8sub.features.monitor import writers
 from f8sub.linear import float8_linear
 from tests.data_sets import gaussian, generator
-from tests.models import float8_layers, loss_of, transformer
+from tests.models import float8_layers, learning_shapes, loss_of, transformer
 from tests.selection import long_but
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "nvfp4")
@@ -190,6 +190,20 @@ def test_the_first_microbatch_is_measured():
         with monitor:
             for micro in range(micros):
                 loss_of(model, micro, 0).backward()
+        monitor.flush()
+        rows.append(monitor.rows)
+    assert rows[0] == rows[1]
+
+
+def test_the_forward_by_which_a_pipeline_learns_shapes_is_not_measured():
+    rows = []
+    for is_pipeline in (False, True):
+        model = transformer("tensorwise")
+        monitor = f8sub.Monitor(model, every=1)
+        with monitor:
+            if is_pipeline:
+                learning_shapes(lambda model=model: loss_of(model, 7, 0).backward())
+            loss_of(model, 0, 0).backward()
         monitor.flush()
         rows.append(monitor.rows)
     assert rows[0] == rows[1]

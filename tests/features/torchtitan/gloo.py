@@ -14,6 +14,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PA
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +62,8 @@ def as_rank(rank: int, folder: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     os.environ |= {"LOCAL_RANK": "0", "RANK": str(rank)}
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the process group
+    # A DTensor's operators return the mesh of an earlier run, equal to this run's, which FSDP2 compares by identity.
+    _clear_sharding_prop_cache()
 
 
 class Collectives(TorchDispatchMode):

@@ -43,19 +43,14 @@ def parts_of(recipe: str, all_gather: bool, mesh: DeviceMesh, stages: int) -> li
         for block in module:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(module, mesh=mesh["dp"])
-        shapes = {}
-        if f8sub.get_recipe(recipe).delayed is not None:
-            # Else torch finds out by running the stage on uninitialized memory, whose amaxes are as good as any.
-            like = torch.empty(2, 4, WIDTH)
-            x = like.clone().requires_grad_(index > 0)
-            shapes = {"input_args": x, "output_args": like.requires_grad_()}
-        group = mesh["pp"].get_group()
-        found.append(PipelineStage(module, index, count, torch.device("cpu"), group=group, **shapes))
+        found.append(PipelineStage(module, index, count, torch.device("cpu"), group=mesh["pp"].get_group()))
     return found
 
 
 def train(rank: int, world: int, recipe: str, schedule: str, all_gather: bool) -> dict[str, object]:
     """Losses of the last stage's microbatches, names of the weights, and amax all-reduces of each step."""
+    # Fills the memory with NaN on which torch runs a stage to learn its shapes.
+    torch.use_deterministic_algorithms(True)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
     make, count = SCHEDULES[schedule]
     stages = parts_of(recipe, all_gather, mesh, count)

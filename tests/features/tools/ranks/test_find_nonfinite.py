@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -88,6 +91,19 @@ def test_where_there_is_nothing_to_find_or_an_exception_passes_through(rank, wor
         raise KeyError
     assert search.first is None
     assert (len(layer._forward_hooks), len(layer._forward_pre_hooks)) == hooks
+
+
+def test_memory_on_which_a_pipeline_learns_shapes_is_not_searched(rank, world):
+    group = dist.group.WORLD
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 32)))
+    torch.use_deterministic_algorithms(True)  # fills that memory with NaN
+    stage = PipelineStage(model, rank, world, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=F.mse_loss)
+    x = gaussian((4, 32), generator(0))
+    with f8sub.find_nonfinite(model) as search:
+        schedule.step(*(x,) * (rank == 0), **({"target": x} if rank else {}))
+    torch.use_deterministic_algorithms(False)
+    assert str(search) == "every tensor is finite"
 
 
 def test_compiled_blocks_run_eagerly_inside():

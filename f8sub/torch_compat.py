@@ -577,6 +577,8 @@ def is_metadata_inference() -> bool:
     and no stage steps by the gradients; torch 2.14 puts the buffers back. It has no mark but the name of torch's
     function. Compiled code does not know.
     """
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
         frame = frame.f_back

@@ -59,4 +59,7 @@ if __name__ == "__main__":
     wrap(pretrain.Trainer, "train_step", before=lambda trainer: begun.append(trainer.step + 1))
     if MORTAL:
         POINTS[os.environ["KILL_AT"]]()
-    pretrain.main()
+    try:
+        pretrain.main()
+    finally:
+        begun.append(STEP + 1)  # what waits in the background for the next step would wait for ever

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import f8sub
+from f8sub import torch_compat
 from f8sub.__main__ import main
 from f8sub.features.doctor import doctor as diagnosis
 from f8sub.features.doctor import machine as machines
@@ -16,6 +17,7 @@ from f8sub.features.doctor.doctor import Diagnosis
 from f8sub.features.doctor.machine import GpuFacts, Machine
 from f8sub.features.doctor.page import page
 from f8sub.features.doctor.proofs import Cast, Product, Proof, error_in_bounds, prove, why_not
+from f8sub.features.doctor.torch_names import look_at_torch
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.reference import quantize
 
@@ -220,3 +222,36 @@ def test_nvidia_smi_that_fails_is_none_at_all(monkeypatch, tmp_path):
     program.write_text(f"#!{sys.executable}\nprint('580.65.06')\nprint('580.65.06')\n")
     found = machines.look()
     assert (found.gpus_without_torch, found.driver) == (2, "580.65.06")
+
+
+def test_torch_has_what_f8sub_needs_and_a_layer_is_gathered():
+    found = look_at_torch()
+    assert [names.purpose for names in found] == [need.purpose for need in torch_compat.NEEDS]
+    assert [names for names in found if names.problem] == []
+    text = page(Diagnosis("0.1.0", machine(), (), None, (), found))
+    assert "What f8sub needs of torch beyond what torch documents\n  as f8sub knows it: converting" in text
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_torch_lacks_is_told_with_what_works_without(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_found", {})
+    monkeypatch.setitem(torch_compat.REDUCTION.names, "torch.distributed.fsdp.FSDPModule.set_reducer", "")
+    found = look_at_torch()
+    (advice,) = diagnosis._of_torch(found, machine())
+    assert advice == (
+        "torch 2.13.0+cu130 is not known to f8sub for reduce_gradients_in_float8: install torch 2.11 to 2.15, or do "
+        "without reduce_gradients_in_float8."
+    )
+    native = Proof("tensorwise", "cuda", (), ())
+    diagnosed = Diagnosis("0.1.0", machine(), (native,), None, (advice,), found)
+    assert (diagnosed.status, dataclasses.replace(diagnosed, torch_names=()).status) == (1, 0)
+    assert "set_reducer is" in page(dataclasses.replace(diagnosed, proofs=()))
+    assert any(each["problem"] for each in diagnosed.as_dict()["torch_names"])
+
+
+def test_what_goes_wrong_in_a_sharded_layer_is_told(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_known", set())
+    monkeypatch.setitem(torch_compat.GATHER.attributes, "FSDPParam", "policy_of")
+    (gather,) = (names for names in look_at_torch() if names.problem is not None)
+    assert gather.purpose == torch_compat.GATHER.purpose
+    assert "FSDPParam.policy_of is missing" in gather.problem

@@ -60,7 +60,11 @@ def quantize_paired_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``."""
+    """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``.
+
+    It takes all ``launch.PAIRED_REGISTERS``. In another order, such as scales stored after codes, ptxas 13 (of Triton
+    3.9) spills some of them.
+    """
     at = place(tl.program_id(0), M, N, EDGE, EDGE)
     WHOLE: tl.constexpr = strips_ptr is None
     line, stop = _source(strips_ptr, STRIPS, at, EDGE)
@@ -71,21 +75,21 @@ def quantize_paired_vectors(
     source = At(line, at.col, M, N)
     even, odd = load_pairs(x_ptr, stop, source, WHOLE, TILE, "evict_first")
     even_order, odd_order = order(even), order(odd)
-    of_columns = last(later(even_order, odd_order), 0)
     of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
+    of_columns = last(later(even_order, odd_order), 0)
     even, odd = finite_pair(even), finite_pair(odd)
     if row_ptr is not None:
         even_scale, odd_scale = scale_at(low(of_rows), CAST), scale_at(high(of_rows), CAST)
+        scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * LINES + line
+        store_inverses(scales, even_scale, odd_scale, stop - line, WHOLE, CAST.POWER_OF_2)
         even_codes = codes_of_rows(even, even_scale[:, None], CAST)
         odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
         store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, WHOLE, TILE)
-        scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * LINES + line
-        store_inverses(scales, even_scale, odd_scale, stop - line, WHOLE, CAST.POWER_OF_2)
     left_scale, right_scale = scale_at(low(of_columns), CAST), scale_at(high(of_columns), CAST)
-    words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
-    store_column_words(col_ptr, words, at, TILE)
     scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * N + at.col
     store_inverses(scales, left_scale, right_scale, EDGE, True, CAST.POWER_OF_2)
+    words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
+    store_column_words(col_ptr, words, at, TILE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """How a float8 checkpoint's tensors are to be read, by its names and its ``config.json``."""
 
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from f8sub.errors import Float8ConfigError
@@ -26,13 +26,26 @@ class Source(NamedTuple):
     tile: Tile
 
 
-def scale_of(name: str, checkpoint: Container[str]) -> str:
-    """The name of the scales of the codes ``name``; Float8ConfigError where a checkpoint has none."""
+def scale_of(name: str, checkpoint: Collection[str], config: dict[str, Any]) -> str:
+    """The name of the scales of the codes ``name``.
+
+    Args:
+        name: of a weight's codes.
+        checkpoint: names of all its tensors.
+        config: what its ``config.json`` holds, which describes the codes.
+
+    Raises:
+        Float8ConfigError: there are none; it names what this file would call them.
+    """
     prefix = name.removesuffix("weight")
     scale = next((prefix + leaf for leaf in _SCALES if prefix + leaf in checkpoint), None)
-    if scale is None:
-        raise Float8ConfigError(f"{name} is float8, and the checkpoint has no scales: {prefix}{_SCALES[0]}")
-    return scale
+    if scale is not None:
+        return scale
+    by_method = _SCALES[config["quantization_config"]["quant_method"] == "compressed-tensors"]
+    of_others = (leaf for leaf in _SCALES if any(other.endswith(f".{leaf}") for other in checkpoint))
+    raise Float8ConfigError(
+        f"{name} is float8, and the checkpoint has no scales of it: {prefix}{next(of_others, by_method)}"
+    )
 
 
 def tile_of(layer: str, config: dict[str, Any]) -> Tile:

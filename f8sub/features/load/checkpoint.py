@@ -58,6 +58,9 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
+    def __len__(self) -> int:
+        return len(self._where)
+
     def slice_of(self, name: str) -> Any:
         """A tensor of which nothing was read yet, with ``get_shape``, ``get_dtype`` and indices."""
         file = self._where[name]

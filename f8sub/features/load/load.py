@@ -1,8 +1,9 @@
 """load_float8: start from a float8 checkpoint, such as Qwen3-FP8 or DeepSeek-V3, shard by shard."""
 
 import os
+import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -69,15 +70,17 @@ def load_float8(
             ``save_float8`` writes: ``quant_method`` fp8 or compressed-tensors. Experts may be one linear layer each.
         rename: from a tensor's name to the checkpoint's. A tensor has its parameter's name; of a model of transformers
             the one that ``save_pretrained`` gives it, and of an expert "MODULE.5.w1.weight".
-        strict: raise where the model and the checkpoint have different names; False leaves what is missing as it is.
+        strict: raise where the model and the checkpoint have different names; False reads what both have, each expert
+            that is there, leaves what is missing as it is, and lists all such names in a ``Float8Warning``. Names that
+            a model of transformers says it ignores, such as a multi-token-prediction layer's, are no difference.
         device: of parameters that are on meta; each module gets its memory just before it is filled. None for that of
             their mesh, if they are sharded. Buffers that checkpoints do not hold stay on meta.
         progress: given the names of the parameters, it returns them again, to show how far it is: ``tqdm.tqdm``.
 
     Raises:
         Float8ConfigError: no such checkpoint, a file cut short, another layout, codes that ``config.json`` describes as
-            others, names that differ, a frozen weight that was gathered before, or a parameter on meta without a
-            device.
+            others, names that differ, a frozen weight that was gathered before, a parameter on meta without a
+            device, or one on meta of which the file has a part alone.
         Float8ShapeError: a tensor or its scales have another shape.
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
@@ -162,9 +165,10 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
 def _matched(
     model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename | None, strict: bool
 ) -> dict[Part, list[Source]]:
-    """The sources of every parameter; those of the checkpoint that are left, or missing, are an error if ``strict``."""
+    """The sources of every parameter, or of what is there of it; names of one side alone are an error if ``strict``."""
     found: dict[Part, list[Source]] = {}
     missing = []
+    unexpected, absent = _ignored(model)
     used: set[str] = set()
     others = other_names(model)
     pieces = names_of(model, parts)
@@ -175,25 +179,69 @@ def _matched(
         named += [[piece] for piece in also if piece not in named[0]]
         there = [each for each in named if all(piece.name in checkpoint for piece in each)]
         if not there:
-            missing += [piece.name for piece in named[0] if piece.name not in checkpoint]
-            continue
+            of_part = [piece for piece in named[0] if piece.name in checkpoint]
+            on_meta = local_tensor(part.tensor).is_meta
+            if of_part or on_meta or not any(pattern.search(part.name) for pattern in absent):
+                missing += [piece.name for piece in named[0] if piece.name not in checkpoint]
+            if not of_part:
+                continue
+            if on_meta:
+                raise Float8ConfigError(
+                    f"{part.name}: it is on meta, and of its parts the checkpoint lacks {some(missing)}, which would "
+                    "have no values; give the model values first, with model.to_empty(device=...) and what it starts "
+                    "from"
+                )
+            there = [of_part]
         sources = [[_source(piece, part, checkpoint) for piece in each] for each in there]
         found[part] = sources[0]
         used |= {
             name for each in sources for source in each for name in (source.piece.name, source.scale) if name
         }
-    unused = sorted(name for name in checkpoint if name not in used)
-    if strict and (missing or unused):
-        first = missing[0] if missing else ""
-        before = next(
-            (name.removesuffix(first) for name in unused if first and name.endswith(f".{first}")), ""
-        )
-        known = f"lambda name: {before!r} + name" if before else ""
-        raise Float8ConfigError(
-            f"the checkpoint lacks {some(missing)} and has {some(unused)}, which the model has not; give "
-            f"rename={known}, or strict=False to load what both have"
-        )
+    unused = sorted(
+        name
+        for name in checkpoint
+        if name not in used and not any(pattern.search(name) for pattern in unexpected)
+    )
+    if missing or unused:
+        _tell(missing, unused, strict)
     return found
+
+
+def _ignored(model: torch.nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
+    """Patterns of names that a file alone, and that the model alone may have: transformers' loader asks for them, too.
+
+    Source of the two buffers' names: ``_adjust_missing_and_unexpected_keys`` of transformers 5.
+    """
+    unexpected, missing = (
+        {pattern for module in model.modules() for pattern in getattr(module, attribute, None) or ()}
+        for attribute in ("_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing")
+    )
+    for name, _ in model.named_buffers():
+        if name.endswith("rotary_emb.inv_freq"):
+            unexpected.add(r"rotary_emb\.inv_freq")
+        if name.endswith("position_ids"):
+            unexpected.add(r"(^|\.)position_ids$")
+    return [re.compile(each) for each in sorted(unexpected)], [re.compile(each) for each in sorted(missing)]
+
+
+def _tell(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
+    """Say which names one side has alone: an error if ``strict``, or else a warning of all of them."""
+    if not strict:
+        lacks = f"lacks {', '.join(missing)}, which keep the values that they had" if missing else ""
+        has = f"has {', '.join(unused)}, which the model has not" if unused else ""
+        warnings.warn(
+            f"the checkpoint {' and '.join(filter(None, (lacks, has)))}; the rest is loaded",
+            Float8Warning,
+            stacklevel=4,
+        )
+        return
+    first = missing[0] if missing else ""
+    before = next((name.removesuffix(first) for name in unused if first and name.endswith(f".{first}")), "")
+    known = f"lambda name: {before!r} + name" if before else ""
+    raise Float8ConfigError(
+        f"the checkpoint lacks {some(missing)} and has {some(unused)}, which the model has not; give "
+        f"rename={known}, or strict=False to load what both have"
+    )
 
 
 def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> Source:
@@ -202,7 +250,7 @@ def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> Source:
     if dtype == "F8_E4M3":
         layer, file = piece.name.removesuffix(".weight"), checkpoint.folder / CONFIG
         tile = described_tile(layer, file, checkpoint.config)
-        return Source(piece, scale_of(piece.name, checkpoint), tile)
+        return Source(piece, scale_of(piece.name, checkpoint, checkpoint.config), tile)
     if part.tensor.is_floating_point() and dtype not in _HIGH_PRECISION:
         raise Float8ConfigError(
             f"{piece.name} is stored as {dtype}, which load_float8 does not read; it reads F8_E4M3 with scales, and "

@@ -135,6 +135,65 @@ def test_damaged_checkpoints_of_dcp(tmp_path):
     fails("async", r"\.distcp files have no \.metadata, so saving it was cut short")
 
 
+def shift(chunk):
+    chunk.offsets = torch.Size((chunk.offsets[0] + 1, 0))
+
+
+def grow(chunk):
+    chunk.sizes = torch.Size((chunk.sizes[0] - 1, 256))
+
+
+INDICES = {
+    "a part is gone": (lambda entry, _: entry.chunks.pop(), "its parts have 32768 of 65536 elements"),
+    "all are gone": (lambda entry, _: entry.chunks.clear(), "its parts have 0 of 65536 elements"),
+    "a part twice": (lambda entry, _: entry.chunks.append(entry.chunks[0]), "overlap"),
+    "a part begins late": (lambda entry, _: shift(entry.chunks[0]), r"at \(1, 0\) and \(128, 0\) overlap"),
+    "a part reaches out": (lambda entry, _: shift(entry.chunks[1]), r"at \(129, 0\) reaches beyond it"),
+    "a part is small": (lambda entry, _: grow(entry.chunks[1]), "its parts have 65280 of 65536 elements"),
+    "no file": (lambda _, files: files.pop(next(k for k in files if k.fqn == "up.weight")), "names no file"),
+    "no parts": (lambda entry, _: vars(entry).pop("chunks"), "is no index of"),
+    "a text as size": (lambda entry, _: setattr(entry, "size", "ab"), "has the size 'ab'"),
+    "a negative size": (lambda entry, _: setattr(entry.chunks[0], "sizes", (-1, 256)), "has the part"),
+    "no dtype": (lambda entry, _: setattr(entry.properties, "dtype", None), "up.weight has no dtype"),
+    "no place": (lambda _, files: [vars(info).pop("offset") for info in files.values()], "is no index of"),
+    "a foreign file": (
+        lambda _, files: [setattr(info, "relative_path", "../a") for info in files.values()],
+        "not in the folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", INDICES)
+def test_an_index_that_does_not_cover_a_tensor_once_is_refused(damage, tmp_path, monkeypatch):
+    """torch's loader leaves memory without values where no part of a tensor is."""
+    net = NETS["plain"]()
+    dcp.save(dict(net.state_dict()), checkpoint_id=tmp_path / "in", no_dist=True)
+    index = tmp_path / "in" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    entry, files = metadata.state_dict_metadata["up.weight"], metadata.storage_data
+    key = next(k for k in files if k.fqn == "up.weight")
+    entry.chunks = [
+        dcp.metadata.ChunkStorageMetadata(torch.Size((at, 0)), torch.Size((128, 256))) for at in (0, 128)
+    ]
+    files[dcp.metadata.MetadataIndex("up.weight", (128, 0))] = copy.copy(files[key])
+    index.write_bytes(pickle.dumps(metadata))
+    export_checkpoint(tmp_path / "in", tmp_path / "whole", NETS["plain"](), recipe="blockwise")
+    change, words = INDICES[damage]
+    change(entry, files)
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(f8sub.Float8ConfigError, match=words):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_asks_for_no_more_memory_than_it_has_bytes(tmp_path):
+    """A place of 2 ** 31 in a pickle's memo is 32 GiB that Python's unpickler would fill with zeros."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / ".metadata").write_bytes(b"\x80\x02}r\xff\xff\xff\x7f.")
+    with pytest.raises(f8sub.Float8ConfigError, match="a memo of 2147483647 places in a pickle of 9 bytes"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")
+
+
 def test_a_model_and_its_average_need_a_prefix(tmp_path):
     net, other = NETS["plain"](), NETS["plain"]()
     with torch.no_grad():

@@ -33,7 +33,7 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, is_dtensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
-from f8sub.weights.weight import Weight, WeightRecord, exported, local_tensor
+from f8sub.weights.weight import Weight, WeightRecord, casting, check_not_raw, exported, local_tensor
 
 
 class Float8Linear(torch.nn.Linear):
@@ -111,8 +111,8 @@ class Float8Linear(torch.nn.Linear):
         for guest in sockets.guests:
             guest.planned(self.converted, [self.plan])
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "Float8Linear":
-        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float8Linear":
+        super()._apply(casting(self.fqn, fn), recurse)  # type: ignore[no-untyped-call]
         if not self.weight.is_meta:
             self.follow(self.weight.device)
         return self
@@ -138,6 +138,7 @@ class Float8Linear(torch.nn.Linear):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
         weight = self.weight
         local = local_tensor(weight)  # of another class after loading, where torch swaps the two
         was_master = isinstance(local, MasterWeight)

@@ -17,7 +17,7 @@
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -268,3 +268,45 @@ def exported(weight: torch.Tensor) -> torch.Tensor:
     """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph."""
     local = local_tensor(weight)
     return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()
+
+
+def _is_raw(tensor: object) -> bool:
+    """Whether a tensor is float8 codes without their scales: a Float8Tensor has the dtype that it stands for."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def check_not_raw(fqn: str, values: Mapping[str, object]) -> None:
+    """Check that no value of a state dict is float8 codes, which torch would take as numbers.
+
+    Args:
+        fqn: of the module that would take them.
+        values: by the names of its parameters.
+
+    Raises:
+        Float8ConfigError: one is.
+    """
+    for name, value in values.items():
+        if _is_raw(value):
+            raise Float8ConfigError(
+                f"{fqn}.{name}: the state dict has {value.dtype} for it, codes that are no values without their "  # type: ignore[attr-defined]
+                "scales; f8sub.load_float8(model, folder) reads codes and scales of a checkpoint"
+            )
+
+
+def casting(fqn: str, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What ``nn.Module._apply`` is given, but an error where it makes float8 codes of values.
+
+    torch's cast has no scale: it is silent about what lies beyond the largest code, and from 2.13 on cuts it off.
+    """
+
+    def checked(tensor: torch.Tensor) -> torch.Tensor:
+        made = fn(tensor)
+        if _is_raw(made) and not _is_raw(tensor):
+            raise Float8ConfigError(
+                f"{fqn}: its parameters were to become {made.dtype}, by a cast without scales. A converted layer keeps "
+                "them in high precision and casts codes itself; f8sub.save_float8 saves codes, and f8sub.load_float8 "
+                "reads them"
+            )
+        return made
+
+    return checked

@@ -10,6 +10,7 @@ import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
+from tests.features.experts.models import of_transformers
 from tests.layers import K, N, dy_of, x_of
 
 M = 8
@@ -153,3 +154,38 @@ def test_a_state_dict_assigned_where_torch_swaps_tensors_makes_a_master_weight()
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert isinstance(model[0].weight, MasterWeight)
     assert model[0].weight.record is not None
+
+
+RAW = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["linear", "primary", "experts"])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", RAW)
+def test_codes_without_scales_are_refused(kind, assign, dtype):
+    """torch would take them as numbers: 288 for a weight of 0.288."""
+    if kind == "experts":
+        model = f8sub.convert_to_float8(of_transformers("qwen3_moe"), "rowwise", experts=True, min_dim=0)
+        name = "model.layers.0.mlp.experts.down_proj"
+    else:
+        model, name = made(primary=kind == "primary"), "0.weight"
+    before = values_of(model)
+    codes = torch.full_like(before[name], 1.1).to(dtype)
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=rf"^{name}: the state dict has {dtype} .* f8sub\.load_float8"
+    ):
+        model.load_state_dict({name: codes}, strict=False, assign=assign)
+    owner, _, leaf = name.rpartition(".")
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=rf"^{owner}: its parameters .* {dtype}, .* f8sub\.load_float8"
+    ):
+        model.get_submodule(owner).to(dtype)
+    with pytest.raises(f8sub.Float8ConfigError, match="by a cast without scales"):
+        model.to(dtype)
+    assert torch.equal(model.state_dict()[name], before[name])
+    model.get_submodule(owner).to(torch.bfloat16)
+    assert getattr(model.get_submodule(owner), leaf).dtype == torch.bfloat16

@@ -1,6 +1,7 @@
 """Float8Experts: a module of experts whose grouped products run in float8; made by class swap, as Float8Linear is."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from f8sub.formats import Float8Format
 from f8sub.linear import sockets
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, make_master_again
-from f8sub.weights.weight import exported, local_tensor
+from f8sub.weights.weight import casting, check_not_raw, exported, local_tensor
 
 
 class Float8Experts(torch.nn.Module):
@@ -108,8 +109,8 @@ class Float8Experts(torch.nn.Module):
         """That of its class, and ``how``."""
         return ", ".join(filter(None, (super().extra_repr(), self.how)))
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "Float8Experts":
-        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float8Experts":
+        super()._apply(casting(self.fqn, fn), recurse)  # type: ignore[no-untyped-call]
         weight = next(iter(self._parameters[name] for name in self.weights))
         if weight is not None and not weight.is_meta:
             self.follow(weight.device)
@@ -125,6 +126,7 @@ class Float8Experts(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
         masters = [name for name in self.weights if self._is_master(name)]
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

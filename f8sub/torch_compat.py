@@ -19,7 +19,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -148,7 +148,7 @@ GATHER = Need(
     },
     {
         "FSDPParam": "_module_info mp_policy sharded_param",
-        "FSDPParamGroup": "device fsdp_params mesh_info post_forward_mesh_info",
+        "FSDPParamGroup": "device fsdp_params mesh_info post_backward post_forward_mesh_info reduce_grads",
         "ParamModuleInfo": "module param_name shared_modules shared_param_names",
     },
 )
@@ -494,6 +494,44 @@ def fsdp_params() -> Iterator[tuple[Any, Any]]:
                 for param in group.fsdp_params:
                     require_attributes(GATHER, param, param._module_info)
                     yield group, param
+
+
+def after_reductions(
+    of: Mapping[tuple[torch.nn.Module, str], Callable[[], None]],
+) -> None:
+    """From now on call, after FSDP2 reduced gradients of a group's parameters, what those have in ``of``.
+
+    Every rank that holds a shard then knows it, because FSDP2 reduces them together. No call where a group has no
+    gradients, or is told to wait for more of them.
+
+    Args:
+        of: by module and name of parameters that FSDP2 shards; those that it does not are left out.
+    """
+    watched: dict[int, tuple[Any, list[tuple[Any, Callable[[], None]]]]] = {}
+    for group, param in fsdp_params():
+        info = param._module_info
+        owners = [(info.module, info.param_name)]
+        owners += zip(info.shared_modules, info.shared_param_names, strict=True)
+        calls = [(param, of[owner]) for owner in owners if owner in of]
+        if calls:
+            watched.setdefault(id(group), (group, []))[1].extend(calls)
+    for group, params in watched.values():
+        group.post_backward = functools.partial(_post_backward, group.post_backward, group, params)
+
+
+def _post_backward(own: Callable[..., None], group: Any, params: Sequence[Any], *args: Any) -> None:
+    calls = [call for param, call in params if _has_gradient(param)] if group.reduce_grads else []
+    own(*args)
+    for call in dict.fromkeys(calls):
+        call()
+
+
+def _has_gradient(param: Any) -> bool:
+    """Whether FSDP2 has a gradient of the unsharded parameter, which it did not reduce yet."""
+    unsharded = getattr(param, "unsharded_param", None)  # none before the first all-gather
+    if unsharded is None:
+        return False
+    return unsharded.grad is not None or getattr(param, "unsharded_accumulated_grad", None) is not None
 
 
 def reduced_groups(module: "FSDPModule") -> list[Any]:

@@ -10,12 +10,17 @@
 - A region (``guests.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is over
   all ranks that hold the layers, HSDP's replicas too. Any other one is over the ranks that shard the weights.
 
-When the table is reduced is decided by what every rank knows, never by what one rank alone knows:
+When the table is reduced is decided by what every rank knows, never by what one rank alone knows. An optimizer step, a
+``load_state_dict`` and a call of precompute_scales are such things: a rank whose loss is NaN may leave them out.
 
-- An optimizer step or ``load_state_dict`` happened since the last reduction. A rank reduces once: in precompute_scales,
-  or, where it forgot that, before its next all-gather. A process group of the exchange's own lets other collectives
-  come between this one's begin and its end.
-- precompute_scales is called without such an event: the ranks agree over the store that all of them did.
+- FSDP2 reduced gradients of the weights since the last reduction, as every rank knows: the exchange is ``open``. Then
+  precompute_scales reduces without asking, and so does a rank that forgot it after a step, before its next all-gather.
+  A process group of the exchange's own lets other collectives come between this one's begin and its end.
+- The exchange is open, and the rank did neither: micro-batches, or a step that it left out. Before its next all-gather
+  in a forward it asks over the store whether all ranks come to this point. If one does not, it is late or it reduces,
+  so all that came reduce with it. No rank gathers before one of the two. With regions, which have to know of steps, a
+  rank that did not step asks in precompute_scales too.
+- The exchange is not open: the ranks agree over the store that all of them came to reduce.
 - A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others' did. So
   it tells the store, joins the all-gather as it is, and reads the store: every rank has passed the point where it would
   have told. If all did, all reduce, and gather this weight again. If not, the codes stand: those the old scale can hold
@@ -23,6 +28,7 @@ When the table is reduced is decided by what every rank knows, never by what one
 """
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,8 +36,8 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.torch_compat import is_capturing
-from f8sub.weights.agreement import all_arrive, all_told, tell
+from f8sub.torch_compat import after_reductions, graph_task, is_capturing
+from f8sub.weights.agreement import PATIENCE, all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.guests import Region
 from f8sub.weights.layout import ShardLayout
@@ -44,6 +50,13 @@ if TYPE_CHECKING:
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""
+
+_APART = (
+    "optimizer.step() or precompute_scales(model) was not called on rank {rank} after the last backward, but on "
+    "another rank, or another rank is more than {seconds} s behind; this rank waited that long and computes scales "
+    "with the others, so training goes on. Shards of one weight are then of different steps, as in high precision: "
+    "decide on all ranks together whether to step, for example with dist.all_reduce of `loss.isfinite()`"
+)
 
 _MISSED = (
     "precompute_scales(model) was not called after the weights changed (optimizer.step() or load_state_dict); scales "
@@ -59,10 +72,14 @@ class Exchange:
         self.conversion, self.layout = conversion, layout
         self.generation = self._requests = self._changed_alone = 0
         self.table = AmaxTable([], {}, "cpu")
+        self._watched: weakref.WeakSet[WeightRecord] = weakref.WeakSet()
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
         self._changes_covered = -1
-        self._requested = self._warned = False
+        self._requested = self._warned = self._warned_apart = False
+        self._captured = False
+        self.opened = self._closed_at = 0
+        self._asked = -1, -1, -1
         self._written: torch.cuda.Event | None = None
         self._findings: list[Findings] = []
 
@@ -84,6 +101,20 @@ class Exchange:
         in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         self.table = AmaxTable(in_order, regions, self.layout.device)
         self._changes_covered = -1
+        self._watch(records)
+
+    def _watch(self, records: Sequence[WeightRecord]) -> None:
+        """Open when FSDP2 reduced gradients of these weights."""
+        this = weakref.ref(self)
+
+        def opens() -> None:
+            if (exchange := this()) is not None:
+                exchange.opened += 1
+                exchange._requests = 0
+
+        new = [record for record in records if record not in self._watched]
+        self._watched.update(new)
+        after_reductions({(record.module, record.name): opens for record in new})
 
     @property
     def gathers(self) -> bool:
@@ -92,8 +123,24 @@ class Exchange:
 
     @property
     def due(self) -> bool:
-        """Whether there is something to reduce, as every rank knows: the weights changed, or a region is due."""
+        """Whether there is something to reduce, as this rank knows: the weights changed, or a region is due."""
         return self._changes_covered != self.conversion.changes or self.regions_due
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients were reduced since the last reduction, or since all ranks knew that none was due."""
+        return self.opened != self._closed_at
+
+    @property
+    def _reduces_alone(self) -> bool:
+        """Whether this rank reduces without asking: every other one does, too, or asks before it gathers.
+
+        A reduction by one that asked takes all regions along, and so does this one. Replays of a CUDA graph open
+        nothing, and ask nothing.
+        """
+        if self._changes_covered == -1 or self._captured or len(self.layout.sharers) == 1:
+            return self.due
+        return self.open and self.due and all(region.due for region in self.table.regions.values())
 
     @property
     def regions_due(self) -> bool:  # noqa: D102
@@ -114,25 +161,55 @@ class Exchange:
             self._tell(-1)
             return
         self._requested = False
-        if not self.due:
-            self._requests += 1
-            point = "request", self.generation, self._requests
-            self._requested = not self.all_arrive(self.layout.sharers, *point)
-        if not self._requested:
+        if self._reduces_alone or (self.open and not self.table.regions) or self._all_request():
             self.reduce()
+        elif self.open:
+            self._join()
         if self.settles_at_once:
             self.settle()
 
-    def reduce(self, *, tell: bool = True) -> None:
+    def _all_request(self) -> bool:
+        """Whether all ranks come to reduce, which none of them has to."""
+        self._requests += 1
+        point = "request", self.generation, self.opened, self._requests
+        self._requested = not self.all_arrive(self.layout.sharers, *point)
+        return not self._requested
+
+    def _settle_pass(self) -> None:
+        """Begin to gather in a forward, while the exchange is open and this rank saw no step; see the docstring."""
+        ranks = self.layout.ranks if self.table.regions else self.layout.sharers
+        if self.all_arrive(ranks, "pass", self.generation, self.opened):
+            self._closed_at = self.opened
+        else:
+            self._join()
+
+    def _join(self) -> None:
+        """Reduce with ranks that do so without asking, or that ask and find that this one did not come."""
+        if not self._warned_apart:
+            self._warned_apart = True
+            message = _APART.format(rank=dist.get_rank(), seconds=PATIENCE.seconds)
+            warnings.warn(message, Float8Warning, stacklevel=1)
+        for guest in self.conversion.guests:
+            guest.stepped_elsewhere(
+                [shard.master for shard in self.table.shards if shard.master.cell.is_trained]
+            )
+        self.reduce(with_regions=True)
+
+    def reduce(self, *, tell: bool = True, with_regions: bool = False) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
 
         Raises Float8NumericsError if the reduction before found NaN or infinity; ``tell=False`` leaves that for later.
+        Regions that are due ride along, or all of them.
         """
         self.settle()
         if tell:
             self._tell(None)
         table, layout = self.table, self.layout
-        regions = [pair for pair in zip(table.regions.values(), table.parts, strict=True) if pair[0].due]
+        regions = [
+            pair
+            for pair in zip(table.regions.values(), table.parts, strict=True)
+            if with_regions or pair[0].due
+        ]
         reduced, ranks = (table.whole, layout.ranks) if regions else (table.amax, layout.sharers)
         work = None
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -147,7 +224,7 @@ class Exchange:
                 work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group, async_op=True)
         self._under_way = work, regions
         self._changes_covered = self.conversion.changes
-        self._requested = False
+        self._requested, self._closed_at = False, self.opened
         if work is None:
             self.settle()
 
@@ -182,12 +259,10 @@ class Exchange:
         """
         shard.gathers += 1
         if is_capturing(source):
+            self._captured = True
             self._check_capture(shard)
             return shard.pending(source), None
-        if self.due:
-            if self.generation and not self._warned:
-                self._warned = True
-                warnings.warn(_MISSED, Float8Warning, stacklevel=1)
+        if self._comes_to_reduce():
             self.reduce()
         self.settle()
         if self._written is not None:
@@ -203,6 +278,24 @@ class Exchange:
         ticket = self._place_of(self.layout.sharers, self.table.shards.index(shard), shard.gathers, ranks)
         tell(ticket)
         return shard.layout.stacked(shard.cast(source, beyond_range=_RANGE_SLACK)), ticket
+
+    def _comes_to_reduce(self) -> bool:
+        """Whether to reduce before an all-gather, because precompute_scales did not."""
+        in_backward = graph_task() != -1
+        if self.open and not in_backward and not self._reduces_alone:
+            self._settle_pass()
+            return False
+        change = self.generation, self.opened, self.conversion.changes
+        if not self.due or self._asked == change:
+            return False
+        if self.generation and not self._warned:
+            self._warned = True
+            warnings.warn(_MISSED, Float8Warning, stacklevel=1)
+        # An optimizer that steps in backward does so on every rank, between the same two all-gathers.
+        if in_backward or self._reduces_alone:
+            return True
+        self._asked = change  # once: without the others it is each weight's own matter
+        return self._all_request()
 
     def resolve(self, shard: Shard, source: Weight, gathered: torch.Tensor, ticket: str) -> None:
         """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""

@@ -72,6 +72,9 @@ class Guest:
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         """An optimizer has just stepped these parameters; called once ``Conversion.counts_steps`` is True."""
 
+    def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
+        """Another rank stepped these weights, or is late; this one did not, and reduces all regions with it."""
+
     def precompute(self) -> None:
         """``precompute_scales`` begins; may raise Float8NumericsError."""
 

@@ -55,6 +55,12 @@ class Cell:
         self.replayed = self.shared = False
         self.copied: tuple[Cell, int, int, torch.Size] | None = None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether its parameter takes gradients."""
+        weight = None if self.record is None else self.record.parameter
+        return weight is not None and weight.requires_grad
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Cell":
         """Of no storage: torch's asynchronous checkpointing copies a tensor's attributes, not its storage alone."""
         return Cell(None)

@@ -121,6 +121,7 @@ class _DelayedGuest(Guest):
         self._conversion: Conversion = weakref.proxy(conversion)
         self._replicas: Replicas | None = None
         self._rolled_at = 0
+        self._asked_at: weakref.WeakKeyDictionary[Exchange, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._staged: tuple[list[str], HostCopy] | None = None
         self._non_finite: list[str] = []
 
@@ -180,6 +181,11 @@ class _DelayedGuest(Guest):
                 _last_steps[record] = self.steps
         self._roll_unasked()
 
+    def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
+        """Roll with the others: histories are the same on all ranks."""
+        if Conversion.counts_steps:
+            self.stepped(weights)
+
     def _roll_unasked(self) -> None:
         """Roll the histories that no all-gather will ask for; in a backward pass the next call does it."""
         if not self.is_due(self._rolled_at):
@@ -189,14 +195,22 @@ class _DelayedGuest(Guest):
             return
         self._conversion.refresh()
         for exchange in self._conversion.exchanges.values():
+            # No all-gather brings the ranks together, so they agree: one alone may have stepped.
             if not exchange.gathers and exchange.regions_due:
-                exchange.reduce(tell=False)
+                if exchange.all_arrive(exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)):
+                    exchange.reduce(tell=False)
                 exchange.settle()
         alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
         of_contexts = [(r, s) for r, s in held if s.recipe != r.module.plan.recipe]
         if alike or of_contexts:
             self._roll(alike, of_contexts, since)
         self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
+
+    def _rolls(self, exchange: Exchange) -> int:
+        """The number of this roll since the last backward."""
+        opened, count = self._asked_at.get(exchange, (-1, 0))
+        self._asked_at[exchange] = exchange.opened, count + 1 if opened == exchange.opened else 1
+        return self._asked_at[exchange][1]
 
     def _roll(self, alike: Sequence[Held], of_contexts: Sequence[Held], since: int) -> None:
         """Roll the histories that no exchange reduces, which rolled last at optimizer step ``since``.

@@ -14,7 +14,7 @@ from typing_extensions import override
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_experts
 from f8sub.features.expert_prior_scales.casts import cast_tokens
-from f8sub.features.expert_products.grouped_matmul import rowwise_of_experts
+from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
 from f8sub.features.experts.grouped_linear import Product, local_part, watchers
 from f8sub.features.experts.module import Float8Experts
 from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
@@ -78,20 +78,24 @@ class _Watch:
                     name, "w", recipe.fprop.b, _weights(module, attribute, product, recipe.fprop.b)
                 )
         format = recipe.dgrad.a or recipe.wgrad.a
-        product.y.register_hook(functools.partial(self._note_dy, name, product, format))
+        # Hooks hold no product: it holds y, which holds them, where no garbage collector sees it.
+        groups, call = product.groups, product.call
+        product.y.register_hook(functools.partial(self._note_dy, name, groups, call, format))
         if self.sample.wants(name, "dx") or self.sample.wants(name, "dw"):
             node = node_of(product.y, "GroupedMatmul")
-            node.register_hook(functools.partial(self._note_gradients, name, product))
+            node.register_hook(functools.partial(self._note_gradients, name, groups, call))
 
-    def _note_dy(self, name: str, product: Product, format: Float8Format | None, dy: torch.Tensor) -> None:
+    def _note_dy(
+        self, name: str, groups: Groups, call: Call, format: Float8Format | None, dy: torch.Tensor
+    ) -> None:
         with torch.no_grad():
-            self._tokens(name, "dy", dy.contiguous(), product.groups, format, product.call.sources.dy)
+            self._tokens(name, "dy", dy.contiguous(), groups, format, call.sources.dy)
 
-    def _note_gradients(self, name: str, product: Product, gradients: Any, _: Any) -> None:
-        recipe, (dx, dw) = product.call.plan.recipe, gradients[:2]
+    def _note_gradients(self, name: str, groups: Groups, call: Call, gradients: Any, _: Any) -> None:
+        recipe, (dx, dw) = call.plan.recipe, gradients[:2]
         with torch.no_grad():
             if dx is not None:
-                self._tokens(name, "dx", dx, product.groups, recipe.dgrad.a)
+                self._tokens(name, "dx", dx, groups, recipe.dgrad.a)
             format = recipe.fprop.b
             if (
                 dw is None
@@ -100,7 +104,7 @@ class _Watch:
                 or self.sample.has(name, "dw")
             ):
                 return
-            values = dw.transpose(1, 2) if product.call.transposed else dw
+            values = dw.transpose(1, 2) if call.transposed else dw
             parts = ((each, quantize_experts(each[None], format).of_group(0)) for each in values)
             self.sample.take(name, "dw", format, parts)
 

@@ -73,3 +73,24 @@ def test_products_by_groups():
     found = compiler.of_all(grouped.report, grouped.cases(), *words)
     assert len(found) == 56
     assert_products_of_tensor_cores(found)
+
+
+def test_a_register_that_was_lost_is_told_from_one_that_is_not_read():
+    from tests.kernels.compiled import compiler
+
+    lines = {
+        "LDC R1, c[0x0][0x28]": 0,
+        "PRMT R8, R8, 0x100, R1.reuse": 0,
+        "PRMT R8, R1, 0x7654, R9": 0,
+        "PRMT R8, R8, 0x5410, R1": 1,
+        "PRMT R8, R1.reuse, 0x7632, R9": 1,
+        "PRMT R8, R8, R9, R1": 1,
+        "IADD3 R1, R1, -0x10, RZ": 1,
+        "STG.E desc[UR4][R2.64], R10": 0,
+        "LOP3.LUT R6, R1, 0xff, RZ, 0xc0, !PT": 1,
+    }
+    sass = "\n".join(
+        f"        /*{16 * place:04x}*/                   {line} ;" for place, line in enumerate(lines)
+    )
+    assert [compiler.undefined(line) for line in sass.splitlines()] == list(lines.values())
+    assert compiler.undefined(sass) == sum(lines.values())

@@ -47,7 +47,7 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
         dtype: likewise.
         config: what ``config.json`` holds beside ``quantization_config``. None for ``model.config``, if it has one.
         rename: likewise.
-        shard_bytes: of tensors in one file; a larger model has several, with an index.
+        shard_bytes: of tensors in one file; a larger model has several. An index names them, or the one.
         group: the ranks of the model, where others have none of it; None for all.
         progress: given the names of the parameters on the rank that writes, it returns them again, to show how far it
             is: ``tqdm.tqdm``.
@@ -202,14 +202,12 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
         size, total = size + tensor.nbytes, total + tensor.nbytes
     _write_file(folder, len(files), pending)
     files.append(list(pending))
-    if len(files) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
-        return
     where = {}
     for index, names in enumerate(files):
-        called = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"part-{index}").rename(folder / called)
-        where.update(dict.fromkeys(names, called))
+        called = "model" if len(files) == 1 else f"model-{index + 1:05}-of-{len(files):05}"
+        (folder / f"part-{index}").rename(folder / f"{called}.safetensors")
+        where.update(dict.fromkeys(names, f"{called}.safetensors"))
+    # For one file, too: torch's QuantizedHuggingFaceStorageReader finds scales by the index.
     index_of = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index_of, indent=2, sort_keys=True) + "\n"

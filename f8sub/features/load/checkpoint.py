@@ -81,19 +81,20 @@ class Checkpoint:
         return values
 
     def _found(self) -> dict[str, str]:
-        index = "model.safetensors.index.json"
-        if (self.folder / index).exists():
-            where = json_of(self.folder, index).get("weight_map")
-            if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-                raise Float8ConfigError(f"{self.folder / index} has no weight_map from names to files")
-            missing = sorted({file for file in where.values() if not (self.folder / file).exists()})
-            if missing:
-                raise Float8ConfigError(f"{self.folder} lacks {', '.join(missing)}, which its index names")
-            return dict(where)
-        file = "model.safetensors"
-        if not (self.folder / file).exists():
+        index, file = "model.safetensors.index.json", "model.safetensors"
+        if (self.folder / file).exists():  # whatever an index beside it says, as transformers has it
+            return dict.fromkeys(self._open(file).keys(), file)
+        if not (self.folder / index).exists():
             raise Float8ConfigError(f"{self.folder} has neither {file} nor {index}{_instead(self.folder)}")
-        return dict.fromkeys(self._open(file).keys(), file)
+        where = json_of(self.folder, index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            raise Float8ConfigError(f"{self.folder / index} has no weight_map from names to files")
+        missing = sorted({file for file in where.values() if not (self.folder / file).exists()})
+        if missing:
+            raise Float8ConfigError(
+                f"{self.folder} lacks {', '.join(missing)}, which its index names{_instead(self.folder)}"
+            )
+        return dict(where)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

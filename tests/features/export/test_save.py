@@ -9,9 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 import f8sub
 from f8sub.features.export import save
@@ -75,6 +77,21 @@ def test_files_of_limited_size_have_an_index_that_names_each_tensor_once(tmp_pat
         with safe_open(tmp_path / "many" / file, "pt") as opened:
             assert name in opened.keys()  # noqa: SIM118  (no mapping)
             assert opened.metadata() == {"format": "pt"}
+
+
+def test_one_file_has_an_index_too_and_torchs_reader_of_blocks_opens_it(tmp_path):
+    model = trained("blockwise", steps=0)
+    f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(stored, "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
+    name = "model.layers.1.mlp.up_proj.weight"
+    found = {name: torch.empty(stored[name].shape)}
+    reader = QuantizedHuggingFaceStorageReader(str(tmp_path / "out"))
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    scale = stored[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(found[name], stored[name].float() * scale[: len(stored[name])])
 
 
 def test_ties_are_written_once_and_read_back(tmp_path):

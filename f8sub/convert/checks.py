@@ -42,6 +42,35 @@ def refuse_sharded(model: torch.nn.Module) -> None:
             )
 
 
+def refuse_taken_names(
+    module: torch.nn.Module,
+    fqn: str,
+    made: type[torch.nn.Module] = Float8Linear,
+    seams: Sequence[str] = (),
+) -> None:
+    """A module's own attributes would be hidden by those that ``made``, the class that it turns into, gives it.
+
+    Args:
+        module: what is to be converted.
+        fqn: its name in the model.
+        made: ``Float8Linear``, or a class that stands before the module's own.
+        seams: methods of ``made`` that take the place of the module's own.
+    """
+    base = made.__mro__[1]
+    own = {*made.__annotations__, *(name for name in vars(made) if not hasattr(base, name)), "scaling_states"}
+    taken = [name for name in sorted(own.difference(seams)) if not _is_dunder(name) and hasattr(module, name)]
+    if taken:
+        raise Float8ConfigError(
+            f"{fqn or 'the model'}: a {type(module).__name__} has {', '.join(taken)} already, and {made.__name__} uses "
+            f"{'that name' if len(taken) == 1 else 'those names'} for itself: rename "
+            f"{'it' if len(taken) == 1 else 'them'}, or leave the module out with skip={fqn!r}"
+        )
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
 def is_converted(module: Any) -> bool:
     """Whether a module has weights that were converted."""
     conversion = vars(module).get("converted")

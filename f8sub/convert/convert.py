@@ -15,6 +15,7 @@ from f8sub.convert.checks import (
     looks,
     refuse_other_recipe,
     refuse_sharded,
+    refuse_taken_names,
     refuse_tied_apart,
 )
 from f8sub.convert.filters import (
@@ -165,6 +166,8 @@ def _convert_selected(
         sockets.nothing_converted(model, strict)
         return model
     refuse_tied_apart(model, chosen)
+    for layer in chosen:
+        refuse_taken_names(layer.module, layer.fqn)
     for look in looks:
         look(chosen, of_features)
     conversion = Conversion({**of_features, "idle_patterns": idle})

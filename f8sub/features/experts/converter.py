@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from f8sub.convert.checks import refuse_taken_names
 from f8sub.convert.sockets import Converter, converters
 from f8sub.features.estimate_experts.gain import of_module, why_left
 from f8sub.features.expert_products.products import GroupedPlan
@@ -65,6 +66,7 @@ class ExpertsConverter(Converter):
     def planned(
         self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
     ) -> Callable[[Conversion], None]:
+        refuse_taken_names(module, fqn, Float8Experts, seams=("_grouped_mm",))
         device = next(module.parameters()).device
         if device.type == "meta":
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

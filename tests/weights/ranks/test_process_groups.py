@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
+from f8sub.weights.exchange import Exchange
 from tests.data_sets import gaussian, generator
 from tests.layers import dy_of
 from tests.models import Stack, replicated, seed_weights, shard
@@ -88,8 +89,13 @@ def test_a_model_is_freed_with_all_that_is_kept_for_it(rank, world, options):
     assert [reference() is None for reference in found] == [True, True]
 
 
+def exchange_of(model: nn.Module) -> Exchange:
+    (exchange,) = model.layers[0].converted.exchanges.values()
+    return exchange
+
+
 def group_of(model: nn.Module) -> dist.ProcessGroup:
-    (table,) = model.layers[0].converted.exchanges.values()
+    table = exchange_of(model)
     return table.group_of(table.layout.ranks)._slot.group
 
 
@@ -133,7 +139,7 @@ def test_a_group_whose_collectives_do_not_pair_is_used_no_more(rank, world):
         parameter.grad = torch.zeros_like(parameter)
     torch.optim.SGD(first.parameters(), lr=1.0).step()
     if rank:
-        f8sub.precompute_scales(first)
+        exchange_of(first).reduce()
     group = group_of(first)
     del first, parameter
     second = prepared(seed=3)

@@ -21,7 +21,12 @@ def cast(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     # The codes are 1/2 apart up to 2, 1 up to 4, 2 beyond; every even step is an even code.
     steps = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude, magnitude / 2))
     first = torch.where(magnitude < 2, 0, torch.where(magnitude < 4, 2, 4)).to(torch.uint8)
-    whole = steps.round() if rounding is Rounding.NEAREST else (steps + torch.rand_like(steps)).floor()
+    # Not floor(steps + draw): float32 has no room for the last bits of a draw, and 6 would carry into the sign.
+    whole = (
+        steps.round()
+        if rounding is Rounding.NEAREST
+        else steps.floor() + (torch.rand_like(steps) < steps.frac())
+    )
     return (whole.to(torch.uint8) + first).bitwise_or(scaled.signbit().to(torch.uint8) << 3)
 
 

@@ -208,6 +208,17 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
     assert ((nearest - exact).abs() > bound * (upper - lower)).any()
 
 
+@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-24], ids=["least", "largest"])
+def test_the_last_draws_carry_nowhere(monkeypatch, draw):
+    """What a code is exactly stays, with its sign; float32 cannot hold the largest draw beside 2 or 3."""
+    monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, draw))
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(e2m1.cast(e2m1.values(codes), Rounding.STOCHASTIC), codes)
+    between = torch.tensor([3.999, -3.999, 5.999, -5.999, 100.0, -torch.inf])
+    drawn = e2m1.values(e2m1.cast(between, Rounding.STOCHASTIC))
+    assert drawn.tolist() == ([3.0, -3.0, 4.0, -4.0] if draw else [4.0, -4.0, 6.0, -6.0]) + [6.0, -6.0]
+
+
 def test_the_draws_are_of_torchs_generator_and_nearest_takes_none():
     x = gaussian((8, 64), generator(1))
     torch.manual_seed(3)

@@ -13,6 +13,8 @@ from f8sub.errors import Float8ConfigError
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
+from f8sub.torch_compat import is_dtensor
+from f8sub.weights.weight import Weight
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -143,6 +145,17 @@ class Selection:
         sizes = module.in_features, module.out_features
         if any(size % MULTIPLE or not size for size in sizes):
             return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
-        if module.weight.dtype not in HIGH_PRECISION:
-            return f"its weight is {module.weight.dtype}"
-        return None
+        return why_not_weight(module.weight)
+
+
+def why_not_weight(weight: torch.Tensor, name: str = "its weight") -> str | None:
+    """Why a weight can have no float8 codes, which are cast from values in high precision; None where it can."""
+    if weight.dtype not in HIGH_PRECISION:
+        return f"{name} is {weight.dtype}"
+    kind = type(weight)
+    if hasattr(kind, "__tensor_flatten__") and not isinstance(weight, Weight) and not is_dtensor(weight):
+        return (
+            f"{name} is a {kind.__module__}.{kind.__name__}, a tensor of other tensors, such as one that was quantized "
+            "for inference; convert the model with its weights in high precision"
+        )
+    return None

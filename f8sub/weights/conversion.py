@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _SEEN = "float8_seen"
-"""Attribute of every module that ``convert_to_float8`` was given."""
+"""Attribute of every module that ``convert_to_float8`` was given: the names of its children that were converted."""
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
 Records = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]]
@@ -67,7 +67,10 @@ class Conversion:
     def see(model: torch.nn.Module) -> None:
         """Mark a model, and each part of it, as one that ``convert_to_float8`` was given, if only to leave it alone."""
         for module in model.modules():
-            module.__dict__[_SEEN] = True  # copies for pipeline stages keep it
+            # Copies for pipeline stages keep it.
+            module.__dict__[_SEEN] = tuple(
+                name for name, child in module.named_children() if _has_weights(child)
+            )
 
     @staticmethod
     def forget(model: torch.nn.Module) -> None:
@@ -80,6 +83,27 @@ class Conversion:
     def saw(model: torch.nn.Module) -> bool:
         """Whether any part of the model was given to ``convert_to_float8``."""
         return any(_SEEN in module.__dict__ for module in model.modules())
+
+    @staticmethod
+    def replaced(model: torch.nn.Module) -> dict[str, str]:
+        """Converted modules whose place others with weights took, by name, and the classes of those.
+
+        A module that wraps the converted one is none, nor is an nn.Linear, which is what converting back leaves.
+        """
+        found: dict[str, str] = {}
+        for fqn, module in model.named_modules():
+            for name in module.__dict__.get(_SEEN, ()):
+                child = module._modules.get(name)
+                if child is None or type(child) is torch.nn.Linear or any(map(_has_weights, child.modules())):
+                    continue
+                if any(parameter.dim() > 1 for parameter in child.parameters()):
+                    found[f"{fqn}.{name}".lstrip(".")] = f"{type(child).__module__}.{type(child).__name__}"
+        return dict(sorted(found.items()))
+
+    @property
+    def alive(self) -> int:
+        """The number of modules with weights that are still there."""
+        return len(self._records)
 
     def add(
         self, module: torch.nn.Module, name: str, fqn: str, format: Float8Format | None, gathered: bool
@@ -213,6 +237,11 @@ class Conversion:
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
         return Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    conversion = module.__dict__.get("converted")
+    return isinstance(conversion, Conversion) and conversion.owns(module)
 
 
 _entered: Counter[str] = Counter()

@@ -1,6 +1,7 @@
 """precompute_scales: fresh scales for every gathered weight, one all-reduce a step."""
 
 import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import is_capturing, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -118,9 +119,9 @@ def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
             conversion.changes += 1
 
 
-_Walk = tuple[int, list[weakref.ref[Conversion]]]
+_Walk = tuple[int, int, list[weakref.ref[Conversion]]]
 _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDictionary()
-"""What ``conversions_of`` found. A conversion may lead to the module, and is not held here."""
+"""What ``conversions_of`` found, and in how many modules. A conversion may lead to the module, and is not held here."""
 
 
 def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -129,7 +130,11 @@ def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.n
 
 
 def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
-    """The conversions that the modules' layers belong to; a module is walked anew only after another conversion."""
+    """The conversions that the modules' layers belong to.
+
+    A module is walked anew only after another conversion, or when converted modules are gone. Those that others
+    replaced are then a Float8Warning.
+    """
     found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):
         what = type(part).__name__ + ("" if len(parts) == 1 else f" at index {index} of {len(parts)}")
@@ -137,9 +142,9 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
             raise Float8ConfigError(
                 f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got a {what}"
             )
-        made, known = _walked.get(part, (-1, []))
+        made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
-        if made != Conversion.made:
+        if made != Conversion.made or alive != sum(conversion.alive for conversion in conversions):
             of_modules = (module.__dict__.get("converted") for module in part.modules())
             conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
             if not conversions and not Conversion.saw(part):
@@ -147,6 +152,21 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
                     f"precompute_scales was given a {what} that was never converted, so it has no float8 weights; "
                     "call f8sub.convert_to_float8(model) first, before fully_shard"
                 )
-            _walked[part] = Conversion.made, [weakref.ref(conversion) for conversion in conversions]
+            _warn_of_replaced(part)
+            alive = sum(conversion.alive for conversion in conversions)
+            _walked[part] = Conversion.made, alive, [weakref.ref(conversion) for conversion in conversions]
         found.update(dict.fromkeys(conversions))
     return list(found)
+
+
+def _warn_of_replaced(part: torch.nn.Module) -> None:
+    replaced = Conversion.replaced(part)
+    if replaced:
+        warnings.warn(
+            f"{', '.join(replaced)}: converted to float8 by f8sub, and replaced since by "
+            f"{', '.join(sorted(set(replaced.values())))}, so f8sub does nothing there any more. Convert a model "
+            'by one library: leave out the other conversion, such as Accelerator(mixed_precision="fp8") or torchao\'s '
+            "convert_to_float8_training, or f8sub's",
+            Float8Warning,
+            stacklevel=4,
+        )

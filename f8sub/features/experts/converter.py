@@ -7,13 +7,14 @@ import torch
 from typing_extensions import override
 
 from f8sub.convert.checks import refuse_taken_names
+from f8sub.convert.filters import why_not_weight
 from f8sub.convert.sockets import Converter, converters
 from f8sub.features.estimate_experts.gain import of_module, why_left
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS, refuse_unknown_experts
-from f8sub.formats import HIGH_PRECISION, MULTIPLE
+from f8sub.formats import MULTIPLE
 from f8sub.linear.sockets import guests
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
@@ -58,8 +59,8 @@ class ExpertsConverter(Converter):
                 return f"{name} is no parameter of three dimensions, one matrix an expert"
             if any(size % MULTIPLE for size in weight.shape[1:]):
                 return f"{name} is {tuple(weight.shape)}: the last two have to be multiples of {MULTIPLE}"
-            if weight.dtype not in HIGH_PRECISION:
-                return f"{name} is {weight.dtype}"
+            if (reason := why_not_weight(weight, name)) is not None:
+                return reason
         return None
 
     @override

@@ -1,0 +1,137 @@
+"""Another library before f8sub, or after it: what it quantized is not converted, what it replaced is told."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.convert.filters import why_not_weight
+from tests.data_sets import gaussian, generator
+
+
+class Quantized(torch.Tensor):
+    """int8 values with one scale that claim to be bfloat16, as quantizers for inference make them."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> "Quantized":
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+        made.values_of, made.scale = values, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_of", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].values_of, args[0].scale)
+        raise NotImplementedError(func)
+
+
+def quantized(*shape: int) -> nn.Parameter:
+    values = torch.ones(shape, dtype=torch.int8)
+    return nn.Parameter(Quantized(values, torch.ones(())), requires_grad=False)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = quantized(4, 32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_linear(x, self.up, torch.tensor([2, 4, 6, 8]))
+
+
+f8sub.register_experts(Experts)
+
+
+def linear_of_quantized() -> nn.Module:
+    layer = nn.Linear(32, 32, bias=False)
+    layer.weight = quantized(32, 32)
+    return layer
+
+
+@pytest.mark.parametrize("make", [linear_of_quantized, Experts], ids=["linear", "experts"])
+def test_a_quantized_weight_is_refused(make):
+    model = nn.Sequential(make())
+    with pytest.raises(f8sub.Float8ConfigError, match=r"Quantized, a tensor of other tensors"):
+        f8sub.convert_to_float8(model, "rowwise", experts=True, skip_defaults=False)
+
+
+def test_weights_that_are_values_are_not():
+    model = converted()
+    for weight in (model[0].weight, nn.Parameter(torch.ones(32, 32)), torch.ones(2, 2)):
+        assert why_not_weight(weight) is None
+
+
+class Theirs(nn.Linear):
+    """A layer of another library."""
+
+
+def replace(model: nn.Module, *names: str) -> None:
+    for name in names:
+        ours = model.get_submodule(name)
+        theirs = Theirs(ours.in_features, ours.out_features)
+        theirs.weight, theirs.bias = ours.weight, ours.bias
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, theirs)
+
+
+def converted(**options: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
+    return f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, **options)
+
+
+def told(model: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        f8sub.precompute_scales(model)
+    return [str(each.message) for each in caught if issubclass(each.category, f8sub.Float8Warning)]
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_replaced_layers_are_told_once(called_before):
+    model = converted()
+    model(gaussian((4, 32), generator(1)))
+    if called_before:
+        assert told(model) == []
+    replace(model, "0", "1.0")
+    (message,) = told(model)
+    assert message.startswith("0, 1.0: converted to float8 by f8sub, and replaced since by tests.")
+    assert "Theirs" in message
+    assert told(model) == []
+    replace(model, "2")  # none is left
+    (message,) = told(model)
+    assert message.startswith("0, 1.0, 2: converted")
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    model[0] = nn.Sequential(model[0])
+    return model
+
+
+def shorter(model: nn.Module) -> nn.Module:
+    del model[1]
+    return model
+
+
+def back_in_part(model: nn.Module) -> nn.Module:
+    f8sub.convert_from_float8(model[1])
+    f8sub.convert_from_float8(model[0])
+    return model
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    model[2] = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("change", [wrapped, shorter, back_in_part, without_weights, copy.deepcopy])
+def test_no_other_change_of_a_model_is(change):
+    model = converted()
+    assert told(model) == []
+    assert told(change(model)) == []

@@ -32,7 +32,7 @@ from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, is_dtensor
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, make_master_again
+from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import Weight, WeightRecord, casting, check_not_raw, exported, local_tensor
 
 
@@ -141,20 +141,12 @@ class Float8Linear(torch.nn.Linear):
         check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
         weight = self.weight
         local = local_tensor(weight)  # of another class after loading, where torch swaps the two
-        was_master = isinstance(local, MasterWeight)
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
         for guest in sockets.guests:
             guest.loaded(self, state_dict, prefix)
-        if was_master:
-            if not isinstance(local_tensor(self.weight), MasterWeight):
-                make_master_again(self.converted.record_of(self, "weight"))
-        elif isinstance(local, Weight) and self.weight is not weight:
-            # assign=True: the values go to the master, which an optimizer holds.
-            with torch.no_grad():
-                weight.copy_(self.weight)
-            self.weight = weight
+        reassigned(self.converted.record_of(self, "weight"), weight, local)
 
     @property
     def how(self) -> str:

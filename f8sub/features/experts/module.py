@@ -18,7 +18,7 @@ from f8sub.features.forwards.forwards import sources_of
 from f8sub.formats import Float8Format
 from f8sub.linear import sockets
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, make_master_again
+from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import casting, check_not_raw, exported, local_tensor
 
 
@@ -127,18 +127,15 @@ class Float8Experts(torch.nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
-        masters = [name for name in self.weights if self._is_master(name)]
+        before = {name: self._parameters[name] for name in self.weights}
+        locals_before = {name: local_tensor(weight) for name, weight in before.items() if weight is not None}
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
         for guest in sockets.guests:
             guest.loaded(self, state_dict, prefix)
-        for name in masters:
-            if not self._is_master(name):
-                make_master_again(self.converted.record_of(self, name))
-
-    def _is_master(self, name: str) -> bool:
-        return isinstance(local_tensor(self._parameters[name]), MasterWeight)  # type: ignore[arg-type]
+        for name, local in locals_before.items():
+            reassigned(self.converted.record_of(self, name), before[name], local)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

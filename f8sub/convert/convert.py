@@ -248,7 +248,7 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
     if not torch.compiler.is_compiling():
-        conversion.refresh()
+        conversion.refresh(gathered=True)
         remove_hook(check_ranks_hook, module)
 
 

@@ -144,15 +144,16 @@ class Conversion:
         """The guest of a feature."""
         return next(guest for guest in self.guests if isinstance(guest, kind))
 
-    def refresh(self, *, asked: bool = False) -> None:
+    def refresh(self, *, asked: bool = False, gathered: bool = False) -> None:
         """Enter the weights that were sharded since the last look, which every rank knows.
 
         With ``asked`` a rank may have forgotten to call this, so nothing is begun together before all ranks came. Else
-        this is before an all-gather, which no rank can forget.
+        this is before an all-gather, which no rank can forget. With ``gathered`` FSDP2 runs
+        the model, and has the weights of torch's ``replicate`` too: it alone tells those from others that are whole.
         """
         records = self.records
         new = [(record, record.parameter) for record in records if not record.entered]
-        if sharded := [(record, w) for record, w in new if is_dtensor(w) and sharded_dims(w)]:
+        if sharded := [(record, w) for record, w in new if is_dtensor(w) and (gathered or sharded_dims(w))]:
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
         # One rank alone may have to follow, so nothing is communicated.
         self.unsharded = [record for record in records if not record.follow()]
@@ -160,7 +161,7 @@ class Conversion:
     def shard_of(self, record: WeightRecord) -> Shard:
         """The shard of a weight that is about to be gathered."""
         if not record.entered:
-            self.refresh()
+            self.refresh(gathered=True)
         if (shard := record.shard) is None:
             raise Float8ConfigError(
                 f"{record.fqn}: its weight is gathered but is not a sharded parameter of the layer "
@@ -187,6 +188,8 @@ class Conversion:
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
         alike = defaultdict(list)
         for record, weight in new:
+            if not sharded_dims(weight) and (record.module, record.name) not in dtypes:
+                continue
             layout = ShardLayout.of(weight, record.fqn, apart=record not in past)
             alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
         for ranks, members in alike.items():

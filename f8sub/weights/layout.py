@@ -59,9 +59,12 @@ class ShardLayout:
 
     @classmethod
     def of(cls, weight: "DTensor", fqn: str = "a layer", *, apart: bool = False) -> "ShardLayout":
-        """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded."""
+        """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded.
+
+        One that torch's ``replicate`` keeps whole on every rank is sharded over that rank alone.
+        """
         mesh, dims = weight.device_mesh, sharded_dims(weight)
-        first, *tensor_parallel = dims  # fully_shard's mesh dimension comes first
+        first, *tensor_parallel = dims or (None,)  # fully_shard's mesh dimension comes first
         others = {i for i in tensor_parallel if apart and weight.dim() == 3 and dims[i] == 0}
         is_folded = weight.dim() == 3 and 1 in dims.values()
         if not set(dims.values()) <= ({0, 1} if is_folded else {0, weight.dim() - 1}):
@@ -73,7 +76,8 @@ class ShardLayout:
         rows = math.prod(inner)  # of the matrix, for each index of the first dimension
         whole = [weight.shape[0] * rows, math.prod(weight.shape[1:]) // rows]
         start, size, cuts = [0, 0], whole.copy(), {}
-        for mesh_dim in (*tensor_parallel, first):
+        shape, origin = whole.copy(), start.copy()
+        for mesh_dim in () if first is None else (*tensor_parallel, first):
             dim, each = (0, rows) if dims[mesh_dim] == 0 else (1, weight.shape[-1] if is_folded else 1)
             shape, origin = size.copy(), start.copy()
             # torch.chunk's rule, which FSDP2 and DTensor shard by
@@ -93,11 +97,11 @@ class ShardLayout:
             folded=(weight.shape[1], weight.shape[2]) if is_folded else None,
             origin=(origin[0], origin[1]),
             cuts=tuple(cuts[i] for i in tensor_parallel if i not in others),
-            dim=cuts[first][0],
-            chunk=chunk,
+            dim=0 if first is None else cuts[first][0],
+            chunk=whole[0] if first is None else cuts[first][1],
             offset=(start[0], start[1]),
-            group=mesh.get_group(first),
-            world=mesh.size(first),
+            group=mesh.get_group(first or 0),
+            world=1 if first is None else mesh.size(first),
             sharers=tuple(sorted(mesh.mesh[alike].flatten().tolist())),
             ranks=tuple(holders.flatten().tolist()),
             device=mesh.device_type,

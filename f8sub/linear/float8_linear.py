@@ -140,13 +140,13 @@ class Float8Linear(torch.nn.Linear):
     ) -> None:
         check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
         weight = self.weight
-        local = local_tensor(weight)  # of another class after loading, where torch swaps the two
+        kind = type(local_tensor(weight))
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
         for guest in sockets.guests:
             guest.loaded(self, state_dict, prefix)
-        reassigned(self.converted.record_of(self, "weight"), weight, local)
+        reassigned(self.converted.record_of(self, "weight"), weight, kind)
 
     @property
     def how(self) -> str:

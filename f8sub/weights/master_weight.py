@@ -326,19 +326,19 @@ def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
     return _HANDLINGS[id(func)]
 
 
-def reassigned(record: WeightRecord, before: torch.Tensor, local: torch.Tensor) -> None:
+def reassigned(record: WeightRecord, before: torch.Tensor, kind: type[torch.Tensor]) -> None:
     """Have a module's weight be what it was, after a state dict was loaded, which ``assign=True`` puts in its place.
 
     Args:
         record: of the weight.
         before: the parameter that the module had.
-        local: its local tensor then; of another class after loading, where torch swaps the two.
+        kind: the class of its local tensor then; after loading it is another, where torch swaps the two.
     """
     weight = record.module._parameters[record.name]
-    if isinstance(local, MasterWeight):
+    if issubclass(kind, MasterWeight):
         if not isinstance(local_tensor(weight), MasterWeight):
             _make_master_again(record)
-    elif isinstance(local, Weight) and weight is not before:
+    elif issubclass(kind, Weight) and weight is not before:
         # The values go to the master, which an optimizer holds.
         with torch.no_grad():
             before.copy_(weight)

@@ -128,14 +128,14 @@ class Float8Experts(torch.nn.Module):
     ) -> None:
         check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
         before = {name: self._parameters[name] for name in self.weights}
-        locals_before = {name: local_tensor(weight) for name, weight in before.items() if weight is not None}
+        kinds = {name: type(local_tensor(weight)) for name, weight in before.items() if weight is not None}
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
         for guest in sockets.guests:
             guest.loaded(self, state_dict, prefix)
-        for name, local in locals_before.items():
-            reassigned(self.converted.record_of(self, name), before[name], local)  # type: ignore[arg-type]
+        for name, kind in kinds.items():
+            reassigned(self.converted.record_of(self, name), before[name], kind)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

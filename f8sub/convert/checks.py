@@ -1,12 +1,13 @@
 """What a conversion refuses before it changes a model: each error names the layer and what to do."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from f8sub.convert.filters import LayerChoices
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
@@ -104,3 +105,34 @@ def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
                 f"{fqn} and {other_fqn} share one weight, which is cast and gathered once, but their recipes "
                 f"{recipe.name!r} and {other.name!r} read it differently: give both the same recipe"
             )
+
+
+def quantizers_steps(rule: Any) -> list[str]:
+    """The steps of a quantizer in a rule by which transformers loaded weights, by their classes' names.
+
+    A model keeps its rules and reverts them when it is saved. Source: ``transformers.integrations`` defines all steps
+    of quantizers, and no others.
+    """
+    steps = [type(step) for step in getattr(rule, "operations", None) or ()]
+    return [step.__name__ for step in steps if step.__module__.startswith("transformers.integrations.")]
+
+
+def warn_of_quantized_origin(model: torch.nn.Module) -> None:
+    """Warn where transformers dequantized a model when it loaded it, and would quantize it again when it saves it.
+
+    It writes codes then and no ``quantization_config``, so a reader takes them as values. Source: transformers up to
+    5.23; later ones drop the rules of a model that they dequantize.
+    """
+    for module in model.modules():
+        steps = [
+            step for rule in vars(module).get("_weight_conversions") or () for step in quantizers_steps(rule)
+        ]
+        if steps and getattr(getattr(module, "config", None), "quantization_config", None) is None:
+            warnings.warn(
+                f"{type(module).__name__} came from a quantized checkpoint ({steps[0]}), and its save_pretrained "
+                "fails, or quantizes again without saying so in config.json, and readers take codes as values; save it "
+                "with save_pretrained(folder, save_original_format=False) or with f8sub.save_float8",
+                Float8Warning,
+                stacklevel=4,
+            )
+            return

@@ -17,6 +17,7 @@ from f8sub.convert.checks import (
     refuse_sharded,
     refuse_taken_names,
     refuse_tied_apart,
+    warn_of_quantized_origin,
 )
 from f8sub.convert.filters import (
     ALREADY,
@@ -168,6 +169,7 @@ def _convert_selected(
     refuse_tied_apart(model, chosen)
     for layer in chosen:
         refuse_taken_names(layer.module, layer.fqn)
+    warn_of_quantized_origin(model)
     for look in looks:
         look(chosen, of_features)
     conversion = Conversion({**of_features, "idle_patterns": idle})

@@ -6,15 +6,17 @@ That rule is asked here with numbers of rows in place of values, and so holds fo
 """
 
 import bisect
+import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from f8sub.convert.checks import quantizers_steps
 from f8sub.torch_compat import is_fsdp_module
 
 _PARTS = 4
@@ -104,7 +106,9 @@ def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
     of_number = {first: name for name, first in firsts.items() if numbers[name].numel()}
     starts = list(of_number)
     found: dict[str, list[Piece | None]] = {}
-    for name, tensor in revert_weight_conversion(inner, dict(numbers)).items():
+    with _own_rules(inner):
+        reverted = revert_weight_conversion(inner, dict(numbers))
+    for name, tensor in reverted.items():
         if not tensor.numel():
             continue
         first = int(tensor.flatten()[0])
@@ -113,6 +117,38 @@ def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
     # What a rule makes of a parameter that is no part of its rows keeps the parameter's name.
     read = {name: [piece for piece in pieces if piece is not None] for name, pieces in found.items()}
     return {name: pieces for name, pieces in read.items() if len(pieces) == len(found[name])}
+
+
+@contextlib.contextmanager
+def _own_rules(model: torch.nn.Module) -> Iterator[None]:
+    """Give a model of transformers the rules of its class for a while, in place of those of its quantizer.
+
+    What the loaded rules have beside, such as a prefix or a user's renaming, stays. transformers up to 5.23 keep a
+    quantizer's rules of a model that they dequantized.
+    """
+    if not any(map(quantizers_steps, model.__dict__.get("_weight_conversions") or ())):
+        yield
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    loaded = model._weight_conversions
+    own = [
+        rule
+        for rule in get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
+        if not isinstance(rule, PrefixChange)
+    ]
+    known = [(rule.source_patterns, rule.target_patterns) for rule in own]
+    beside = [
+        rule
+        for rule in loaded  # type: ignore[union-attr]
+        if not quantizers_steps(rule) and (rule.source_patterns, rule.target_patterns) not in known
+    ]
+    model._weight_conversions = own + beside or None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model._weight_conversions = loaded
 
 
 def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:

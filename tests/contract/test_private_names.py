@@ -38,6 +38,7 @@ OF_OBJECTS = {
     "_schema",
     # Python's, torchtitan's and transformers'.
     *("_apply_gate", "_asdict", "_from_config", "_getframe", "_manager", "_warmup_remaining"),
+    "_weight_conversions",
 }
 
 

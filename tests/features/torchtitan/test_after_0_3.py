@@ -63,6 +63,7 @@ def test_what_is_not_where_it_was_is_told_when_it_is_asked_for_or_by_torchtitan_
 
 def test_without_torchtitan_names_say_so(monkeypatch):
     monkeypatch.setattr(layout, "_folder", lambda: None)
+    monkeypatch.delitem(sys.modules, "torchtitan.config", raising=False)  # a test before may have imported it
     assert layout.names() == []
     layout.register()
     with pytest.raises(f8sub.Float8ConfigError, match="pip install torchtitan"):

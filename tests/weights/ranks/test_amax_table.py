@@ -87,6 +87,7 @@ CASES += [("rowwise", 3, False), ("blockwise", 2, True), ("gridquant", 2, False)
 
 
 @needs_triton
+@pytest.mark.own_ranks  # triton is imported anew, which goes well once in a process
 @pytest.mark.parametrize(("recipe", "world", "columns"), long_but(CASES[:2], CASES))
 def test_tables_are_those_of_torchs_operators(rank, world, recipe, columns):
     # What decides whether kernels are interpreted is read when triton's own are defined.

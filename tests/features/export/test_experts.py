@@ -102,7 +102,7 @@ def test_compressed_tensors_reads_codes_times_scales(recipe):
         compressor = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
         found = compressor.decompress({"weight": codes, "weight_scale": scale}, scheme)["weight"]
         if scale.dtype == torch.uint8:
-            scale = torch.ldexp(torch.ones(()), scale.int() - 127)
+            scale = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
         for dim in (0, 1):
             scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
         assert torch.equal(found.to(BF16), (codes.float() * scale).to(BF16)), layer

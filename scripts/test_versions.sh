@@ -19,7 +19,7 @@ rows="
 torchtitan0.2 | constraints.txt        | torchtitan==0.2.2                             |       | $of_0_2
 torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/features/checkpointing tests/features/swiglu_input
 torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/features/torchtitan
-torch2.15     | constraints-newest.txt |                                               | suite | tests/features/torchtitan
+torch2.15     | constraints-newest.txt |                                               | suite |
 newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |
 "
 

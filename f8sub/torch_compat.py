@@ -83,6 +83,7 @@ CONVERSION = Need(
         "torch.autograd.grad_mode._unsafe_preserve_version_counter": "tensors",
         "torch.cpu._is_amx_fp16_supported": "",
         "torch.cpu._is_amx_tile_supported": "",
+        "torch.utils._python_dispatch.TorchDispatchMode": "",
         "torch.utils._python_dispatch._disable_current_modes": "",
         "torch.utils._python_dispatch.return_and_correct_aliasing": "func args kwargs out",
         "torch.utils._pytree.tree_leaves": "tree",
@@ -283,6 +284,9 @@ class _Missing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise _error(CONVERSION, [f"{self._path} is missing"])
 
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return ()
+
 
 def _private(path: str) -> Any:
     try:
@@ -294,6 +298,7 @@ def _private(path: str) -> Any:
 # Bound as they are: a wrapper would be one more Python call in every layer.
 aten_scaled_mm: Callable[..., torch.Tensor] = _private("torch._scaled_mm")
 aten_scaled_grouped_mm: Callable[..., torch.Tensor] = _private("torch._scaled_grouped_mm")
+DispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode")
 no_torch_function = _private("torch._C._disabled_torch_function_impl")
 no_torch_dispatch = _private("torch._C._DisableTorchDispatch")
 dispatch_stack_size = _private("torch._C._len_torch_dispatch_stack")
@@ -323,6 +328,12 @@ def is_dtensor(x: object) -> "TypeIs[DTensor]":
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def is_fsdp_class(cls: type) -> bool:
+    """Whether ``cls`` is ``FSDPModule`` or one that ``fully_shard`` made, likewise."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and issubclass(cls, module.FSDPModule)
 
 
 def is_fsdp_module(x: object) -> "TypeIs[FSDPModule]":

@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -122,11 +122,14 @@ RULES = (
 
 HEADS = {name for rule in RULES if rule.reason == HEAD for name in rule.names}
 
+OUTPUTS = "get_output_embeddings"
+"""What models of transformers answer with the module that makes their logits; None where they have none."""
+
 
 def default_reasons(
     modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
 ) -> dict[str, str]:
-    """The linear layers that stay in high precision for their name and place, with the reason of each.
+    """The linear layers that stay in high precision for their name and place, or told heads, with the reason of each.
 
     Args:
         modules: all modules of the model by name.
@@ -144,7 +147,21 @@ def default_reasons(
         )
         if rule := next(taken_by, None):
             found[fqn] = rule.reason
-    return found
+    heads = set(_told_heads(modules))
+    return found | {fqn: HEAD for fqn, linear in linears.items() if linear in heads and fqn not in found}
+
+
+def _told_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """The output heads that modules name themselves, whatever they call them."""
+    for module in modules.values():
+        if not callable(told := getattr(module, OUTPUTS, None)):
+            continue
+        try:
+            head = told()
+        except (AttributeError, NotImplementedError, TypeError):  # a method of a class without a head, or another one
+            continue
+        if isinstance(head, torch.nn.Module):
+            yield from head.modules()
 
 
 def too_small(linears: Mapping[str, torch.nn.Linear], min_dim: int | None) -> dict[str, str]:

@@ -32,7 +32,12 @@ def float8_class(cls: type[torch.nn.Linear]) -> type[Float8Linear]:
 
 def plain_class(layer: Float8Linear) -> type[torch.nn.Linear]:
     """The class that the layer had before it was converted."""
-    return torch.nn.Linear if type(layer) is Float8Linear else type(layer).__bases__[0]
+    return plain_class_of(type(layer))
+
+
+def plain_class_of(cls: type[Float8Linear]) -> type[torch.nn.Linear]:
+    """The class that turned into ``cls``."""
+    return torch.nn.Linear if cls is Float8Linear else cls.__bases__[0]
 
 
 def _reduce(layer: Float8Linear, protocol: Any) -> Any:

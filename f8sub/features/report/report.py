@@ -10,15 +10,30 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.features.counted_products.count import Count
 from f8sub.features.defaults.defaults import MIN_DIM, is_small
-from f8sub.features.layer_kinds.layer_kinds import kind_of, name_of
-from f8sub.features.report.other_weights import OtherWeights, active_share_of_linear, other_weights
+from f8sub.features.layer_kinds.layer_kinds import kind_of, kinds, name_of
+from f8sub.features.report.other_weights import (
+    ROOT,
+    OtherWeights,
+    active_share_of_linear,
+    other_weights,
+    unknown_weights,
+)
+from f8sub.features.report.read_in_code import read_in_code
 from f8sub.linear.float8_linear import Float8Linear
 
 NOT_SEEN = "convert_to_float8 has not seen it"
 
 WIDTH, NAME_WIDTH, SHAPE_WIDTH = 100, 46, 22
 """Columns of a report, and of the names and shapes in it; what is longer is wrapped or shortened."""
+
+ASSUMED = "assumed: every layer once per token"
+"""Of FLOPs that were not counted."""
+
+LEAST_SHARE, MOST_NAMES = 0.01, 4
+"""Share of a model's parameters below which the summary does not say that nothing tells what they multiply; names in a
+list."""
 
 MOST_ROWS = 16
 """Rows that a report shows of layers with one reason; the largest come first where there are more."""
@@ -34,8 +49,11 @@ class LayerReport:
         out_features: N.
         converted: whether it is a ``Float8Linear``.
         detail: recipe and backend of a converted layer and what deviates from defaults; the reason of any other.
-        multiplications: of one token: K * N; of a layer in a list of experts that times the share of these that a
-            token is sent to.
+        multiplications: by its weight, of the forward that was counted. Where none was, of one token: K * N; of a layer
+            in a list of experts that times the share of these that a token is sent to.
+        in_float8: how many of them are in float8: those of its own forward, where it is converted.
+        runs: how often its forward ran; None where no forward was counted.
+        read_by: the module whose forward multiplies by its weight, in high precision; empty where none does.
     """
 
     fqn: str
@@ -44,19 +62,42 @@ class LayerReport:
     converted: bool
     detail: str
     multiplications: float
+    in_float8: float = 0.0
+    runs: int | None = None
+    read_by: str = ""
+
+    @property
+    def title(self) -> str:
+        """What became of it."""
+        if self.converted and self.read_by:
+            part = "in part" if self.in_float8 else "none of it"
+            return f"converted, {part} in float8: {self.read_by}, multiplies by its weight in high precision"
+        if self.converted and self.runs == 0:
+            return f"converted, and did not run: {self.detail}"
+        title = f"{'' if self.converted else 'not '}in float8: {self.detail}"
+        return f"{title}; did not run" if self.runs == 0 and not self.multiplications else title
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
     """What runs in float8. ``str()`` is a page: the summary, then equal layers in one row, by what became of them.
 
-    FLOPs are those of products with weights; attention scores are none. Shares are of the whole model's.
+    FLOPs are those of products with weights: of linear layers, experts, recurrent layers, convolutions, and of whatever
+    else multiplies by a parameter. Products of activations, such as attention's, are none. They are counted in one
+    forward, or assumed: every layer multiplies each token once, experts as often as ``top_k`` says, and convolutions are
+    not known. Shares are of the whole model's.
 
     Attributes:
         layers: every linear layer, in the model's order.
         idle_patterns: of options given by patterns, those that do nothing, with the reason.
         bytes: the ``ByteAccount``, where a number of tokens was given; ``str()`` of it is a table.
         others: what multiplies by weights and is no nn.Linear; experts alone may be converted.
+        counted: the forward in which FLOPs were counted, in words; empty where they are assumed.
+        not_counted: why they were not, where a forward was tried; names of parameters that may multiply besides, where
+            FLOPs are assumed; operators of other libraries that took weights, where they were counted.
+        not_counted_share: share of those parameters in all, 0 to 1.
+        of_activations: multiplications of activations by each other in that forward, over those by weights.
+        read_in_code: layers whose weights other modules' code reads, and that code.
         parameters: how many the model has.
         parameters_in_float8: how many of them are weights of converted layers and experts.
         experts: what float8 gains of each kind of experts, one sentence each.
@@ -69,13 +110,16 @@ class ConversionReport:
     parameters: int = 0
     parameters_in_float8: int = 0
     experts: tuple[str, ...] = ()
+    counted: str = ""
+    not_counted: tuple[str, ...] = ()
+    not_counted_share: float = 0.0
+    of_activations: float = 0.0
+    read_in_code: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
-        """Share of the model's FLOPs that run in float8, 0 to 1; of ``others`` convolutions are not counted."""
-        converted = sum(layer.multiplications for layer in self.layers if layer.converted)
-        converted += sum(other.multiplications or 0.0 for other in self.others if other.converted)
-        return converted / max(self._multiplications, 1)
+        """Share of the model's FLOPs that run in float8, 0 to 1; ``counted`` says how that is known."""
+        return sum(each.in_float8 for each in (*self.layers, *self.others)) / max(self._multiplications, 1)
 
     @property
     def parameters_share(self) -> float:
@@ -90,14 +134,37 @@ class ConversionReport:
         and_others = f" and {len(others)} modules of experts" if others else ""
         line = (
             f"{len(converted)} of {len(self.layers)} linear layers{and_others} in float8, {self.flops_share:.1%} of "
-            f"FLOPs, {self.parameters_share:.1%} of parameters"
+            f"FLOPs ({f'counted in {self.counted}' if self.counted else ASSUMED}), {self.parameters_share:.1%} of "
+            "parameters"
         )
         if details := {layer.detail for layer in converted} | {other.detail for other in others}:
             line += f" ({'; '.join(sorted(details))})"
         if left := [other for other in self.others if other.reason]:
             reasons = "; ".join(sorted({other.reason for other in left}))
             line += f"; not in float8, {len(left)} modules with weights of 3 dimensions: {reasons}"
+        clauses = (self._of_read(converted), self._of_idle(converted), self._of_not_counted())
+        line = "; ".join([line, *filter(None, clauses)])
         return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
+
+    @staticmethod
+    def _of_read(converted: list[LayerReport]) -> str:
+        read = [layer.fqn for layer in converted if layer.read_by]
+        if not read:
+            return ""
+        return (
+            f"{len(read)} converted layers whose weights other code multiplies by in high precision, which "
+            f"skip={kinds(read)} leaves as they are"
+        )
+
+    @staticmethod
+    def _of_idle(converted: list[LayerReport]) -> str:
+        idle = [layer.fqn for layer in converted if layer.runs == 0 and not layer.read_by]
+        return f"{len(idle)} converted layers did not run ({_some(kinds(idle))})" if idle else ""
+
+    def _of_not_counted(self) -> str:
+        if self.counted or self.not_counted_share < LEAST_SHARE:
+            return ""
+        return f"not counted: what {self.not_counted_share:.1%} of parameters may multiply; batch= counts it"
 
     @property
     def _multiplications(self) -> float:
@@ -117,7 +184,7 @@ class ConversionReport:
         for layer in sorted(self.layers, key=lambda layer: not layer.converted):
             shape = layer.out_features, layer.in_features
             weights = _Weights(layer.fqn, _shown(shape), math.prod(shape), layer.multiplications)
-            found[f"{'' if layer.converted else 'not '}in float8: {layer.detail}"].append(weights)
+            found[layer.title].append(weights)
         for other in sorted(self.others, key=lambda other: not other.converted):
             shown = _shown(other.shapes[0]) + (", ..." if len(other.shapes) > 1 else "")
             weights = _Weights(other.fqn, shown, other.parameters, other.multiplications)
@@ -141,7 +208,7 @@ class ConversionReport:
         return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
 
     def _notes(self) -> list[str]:
-        notes = list(self.experts)
+        notes = [*self.experts, *self._of_flops(), *self.read_in_code]
         if any("(default)" in layer.detail for layer in self.layers if not layer.converted):
             notes.append("(default): skip_defaults=False converts these too.")
         if is_small([(la.in_features, la.out_features) for la in self.layers if la.converted]):
@@ -150,6 +217,21 @@ class ConversionReport:
                 "model is such layers."
             )
         return notes
+
+
+    def _of_flops(self) -> list[str]:
+        """How FLOPs are known."""
+        listed = _some(list(self.not_counted))
+        if not self.counted:
+            known = "FLOPs are assumed by shapes: every layer multiplies each token once. batch= counts them in a forward."
+            return [known, *([f"Not counted: {listed}."] if listed else [])]
+        if not (self.of_activations or listed):
+            return []
+        known = (
+            f"FLOPs are those of products with weights. Products of activations, as attention has them, had "
+            f"{self.of_activations:.1%} of these in that forward and are in no share."
+        )
+        return [known, *([f"Weights went to operators that f8sub cannot count: {listed}."] if listed else [])]
 
 
 class _Weights(NamedTuple):
@@ -161,33 +243,70 @@ class _Weights(NamedTuple):
     multiplications: float | None
 
 
-def layers_report(model: torch.nn.Module) -> ConversionReport:
-    """What of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not."""
-    rows: list[LayerReport] = []
+def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionReport:
+    """What of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not.
+
+    Args:
+        model: the model.
+        counted: what a forward multiplied; a string where FLOPs are assumed, with the reason or empty.
+    """
     conversions = dict.fromkeys(
         vars(module)["converted"] for module in model.modules() if is_converted(module)
     )
     idle = [pattern for conversion in conversions for pattern in conversion.options["idle_patterns"]]
-    for fqn, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear):
-            continue
-        if converted := isinstance(module, Float8Linear):
-            detail = module.how
-        else:
-            detail = getattr(module, SKIP_REASON, NOT_SEEN)
-        sizes = module.in_features, module.out_features
-        multiplications = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
-        rows.append(LayerReport(fqn or "(root)", *sizes, converted, detail, multiplications))
-    weights = {layer.weight for layer in model.modules() if isinstance(layer, Float8Linear)}
-    others = other_weights(model)
+    layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    weights = {layer.weight for layer in layers.values() if isinstance(layer, Float8Linear)}
+    count = None if isinstance(counted, str) else counted
+    others = other_weights(model, count)
+    parameters = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     in_experts = sum(other.parameters for other in others if other.converted)
+    known: dict[str, Any] = {}
+    if count is None:
+        unknown = unknown_weights(model)
+        reason = [counted] if counted else []
+        known["not_counted"] = (*reason, *kinds(unknown))
+        known["not_counted_share"] = sum(unknown.values()) / max(parameters, 1)
+    else:
+        known["counted"] = count.of
+        known["not_counted"] = tuple(f"{name} ({_some(kinds(fqns))})" for name, fqns in count.not_known.items())
+        by_weights = sum((*count.own.values(), *count.elsewhere.values()))
+        known["of_activations"] = count.of_activations / max(by_weights, 1)
     return ConversionReport(
-        tuple(rows),
+        tuple(_of_layer(model, fqn, layer, count) for fqn, layer in layers.items()),
         tuple(dict.fromkeys(idle)),
         others=others,
-        parameters=sum(p.numel() for p in model.parameters() if not is_lazy(p)),
+        parameters=parameters,
         parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
+        read_in_code=tuple(read_in_code(model)),
+        **known,
     )
+
+
+def _of_layer(model: torch.nn.Module, fqn: str, layer: torch.nn.Linear, count: Count | None) -> LayerReport:
+    converted = isinstance(layer, Float8Linear)
+    detail = layer.how if isinstance(layer, Float8Linear) else getattr(layer, SKIP_REASON, NOT_SEEN)
+    sizes = layer.in_features, layer.out_features
+    if count is None:
+        assumed = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
+        return LayerReport(fqn or ROOT, *sizes, converted, detail, assumed, assumed if converted else 0.0)
+    own, elsewhere = count.of_module(fqn)
+    readers = dict.fromkeys(reader for (name, _), reader in count.readers.items() if name == fqn)
+    return LayerReport(
+        fqn or ROOT,
+        *sizes,
+        converted,
+        detail,
+        own + elsewhere,
+        own if converted else 0.0,
+        count.runs.get(fqn, 0),
+        _some([kind_of(reader) for reader in readers]),
+    )
+
+
+def _some(names: list[str]) -> str:
+    """The first few of some names, each once."""
+    found = list(dict.fromkeys(names))
+    return ", ".join(found[:MOST_NAMES]) + (", ..." if len(found) > MOST_NAMES else "")
 
 
 def _row(name: str, count: str, shape: str, flops: str, parameters: str) -> str:

@@ -70,13 +70,12 @@ class Copies:
         self._made: dict[int, Any] = {}
         self._originals: list[Any] = []  # alive, so that no other object gets an id of theirs
         self._modules = {id(module): module for module in model.modules()}
-        storages = Counter(p.untyped_storage()._cdata for p in model.parameters()) if with_values else {}
-        for parameter in model.parameters():
+        values = {p: _as_it_is(p) if with_values else on_meta(p) for p in model.parameters()}
+        storages = Counter(value.untyped_storage()._cdata for value in values.values())
+        for parameter, value in values.items():
             # Told apart by its storage, which torch's recurrent layers have one of for all of their weights.
-            several = with_values and storages[parameter.untyped_storage()._cdata] > 1
-            value = _as_it_is(parameter) if with_values else on_meta(parameter)
-            made = torch.nn.Parameter(value.clone() if several else value, requires_grad=False)
-            self._keep(parameter, made)
+            apart = value.clone() if storages[value.untyped_storage()._cdata] > 1 else value
+            self._keep(parameter, torch.nn.Parameter(apart, requires_grad=False))
         for module in self._modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(f"a {type(module).__name__} has no Python forward")
@@ -101,7 +100,9 @@ class Copies:
         for name, value in state.items():
             if "_hooks" in name and isinstance(value, OrderedDict):
                 state[name] = OrderedDict(
-                    (key, hook) for key, hook in value.items() if name == "_forward_pre_hooks" and _makes(hook)
+                    (key, hook)
+                    for key, hook in value.items()
+                    if name == "_forward_pre_hooks" and _makes(hook)
                 )
             elif name not in ("_parameters", "_buffers", "_modules"):
                 state[name] = self._copied(value)
@@ -110,7 +111,11 @@ class Copies:
         state["_compiled_call_impl"] = None
         if training is not None:
             state["training"] = training
-        if isinstance(module, Float8Experts) and module.seam.forward is not None and not _is_of_transformers(module):
+        if (
+            isinstance(module, Float8Experts)
+            and module.seam.forward is not None
+            and not _is_of_transformers(module)
+        ):
             state["forward"] = functools.partial(module.seam.forward, made)
         if "_orig_mod" in state["_modules"]:  # torch.compile's wrapper, whose forward is compiled
             state["forward"] = state["_modules"]["_orig_mod"].__call__
@@ -122,7 +127,7 @@ class Copies:
         if isinstance(value, torch.Tensor):
             self._keep(value, local_tensor(value).detach().clone() if self._with_values else on_meta(value))
         elif isinstance(value, types.MethodType) and id(value.__self__) in self._modules:
-            return types.MethodType(value.__func__, self.of(value.__self__))
+            return types.MethodType(value.__func__, self._made[id(value.__self__)])
         elif type(value) is functools.partial:
             given = {name: self._copied(each) for name, each in value.keywords.items()}
             return functools.partial(self._copied(value.func), *map(self._copied, value.args), **given)
@@ -147,7 +152,7 @@ def _plain(module: torch.nn.Module) -> type[torch.nn.Module]:
     """A module's class without what FSDP2 and f8sub put before it."""
     if isinstance(module, Float8Experts):
         return plain_class(module)
-    cls = next(cls for cls in type(module).__mro__ if not is_fsdp_class(cls))
+    cls: Any = next(cls for cls in type(module).__mro__ if not is_fsdp_class(cls))
     return plain_class_of(cls) if issubclass(cls, Float8Linear) else cls
 
 

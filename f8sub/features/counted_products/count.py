@@ -29,6 +29,7 @@ class Count:
 
     Attributes:
         of: what it was given, in words.
+        device: the type of the device where it ran.
         own: multiplications by each weight in its module's forward; a weight's key is its module's name and its own.
         elsewhere: those in forwards of others.
         readers: the modules whose forwards made those, in words.
@@ -38,6 +39,7 @@ class Count:
     """
 
     of: str
+    device: str
     own: Mapping[Key, float]
     elsewhere: Mapping[Key, float] = field(default_factory=dict)
     readers: Mapping[Key, str] = field(default_factory=dict)
@@ -47,7 +49,9 @@ class Count:
 
     def of_module(self, fqn: str) -> tuple[float, float]:
         """Multiplications by a module's weights: in its own forward, and in forwards of others."""
-        return tuple(sum(each.get((fqn, name), 0.0) for name in self.names(fqn)) for each in (self.own, self.elsewhere))  # type: ignore[return-value]
+        return tuple(
+            sum(each.get((fqn, name), 0.0) for name in self.names(fqn)) for each in (self.own, self.elsewhere)
+        )  # type: ignore[return-value]
 
     def names(self, fqn: str) -> list[str]:
         """Of a module's weights that something was multiplied by."""
@@ -78,7 +82,9 @@ def count(model: torch.nn.Module, batch: Batch) -> Count:
         if why is None:
             return _count(model, Copies(model, with_values=True), model, batch, f"one forward of {what}")
         batch = tree_map_only(torch.Tensor, on_meta, _plain(batch))
-        return _count(model, Copies(model, with_values=False), model, batch, f"one forward of {what}, on meta")
+        return _count(
+            model, Copies(model, with_values=False), model, batch, f"one forward of {what}, on meta"
+        )
     except Exception as error:  # a user's forward raises what it likes
         advice = (
             f"it ran on meta, because {why}, where a forward that looks at values fails; count before the model is "
@@ -142,15 +148,15 @@ def _count(model: torch.nn.Module, copies: Copies, module: torch.nn.Module, batc
         made = copies.of(each)
         made.__dict__["forward"] = functools.wraps(made.forward)(running.wrap(fqn, made.forward))
         weights += [((fqn, name), weight) for name, weight in made.named_parameters(recurse=False)]
-    # Embeddings and experts that are tied to a layer are that layer's.
     inputs = [each for each in _leaves(batch) if isinstance(each, torch.Tensor)]
     mode = Products(weights, inputs, running)
     with _one_forward(model), mode:
         _call(copies.of(module), batch)
-    return _counted(model, mode, running, what)
+    device = next((weight.device.type for _, weight in weights), "cpu")
+    return _counted(model, mode, running, what, device)
 
 
-def _counted(model: torch.nn.Module, mode: Products, running: Running, what: str) -> Count:
+def _counted(model: torch.nn.Module, mode: Products, running: Running, what: str, device: str) -> Count:
     own: dict[Key, float] = defaultdict(float)
     elsewhere: dict[Key, float] = defaultdict(float)
     readers: dict[Key, str] = {}
@@ -166,7 +172,7 @@ def _counted(model: torch.nn.Module, mode: Products, running: Running, what: str
     not_known = {
         name: tuple(sorted({fqn for fqn, _ in keys})) for name, keys in mode.not_known.items() if keys
     }
-    return Count(what, own, elsewhere, readers, dict(running.calls), mode.of_activations, not_known)
+    return Count(what, device, own, elsewhere, readers, dict(running.calls), mode.of_activations, not_known)
 
 
 def _parametrized(key: Key) -> Key:
@@ -183,8 +189,11 @@ def _one_forward(model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as exits:
         exits.callback(torch.backends.mha.set_fastpath_enabled, fused)
         torch.backends.mha.set_fastpath_enabled(False)
-        exits.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        exits.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+            backend: Any
+            for backend in (torch.backends.mkldnn, torch.backends.cudnn):
+                exits.callback(setattr, backend, "enabled", backend.enabled)
+                backend.enabled = False
         exits.enter_context(torch.random.fork_rng([]))
         for device in devices:
             exits.enter_context(torch.random.fork_rng([device], device_type=device.type))

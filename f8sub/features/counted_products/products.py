@@ -103,7 +103,7 @@ class Products(DispatchMode):  # type: ignore[misc]
             self._count(*product)
         elif space and space not in NAMESPACES:
             for tensor in given:
-                self.not_known[f"{space}.{name}"].update(self._names_of(tensor))
+                self.not_known[f"{space}.{name}"].update(self._names_of(tensor) or ())
         self._follow(name, given, out, is_product=product is not None)
         return out
 
@@ -173,7 +173,7 @@ def _operands(
         positions = x.numel() // x.shape[1] if transposed else out.numel() // w.shape[0]
         return float(positions * w.numel()), (x, w)
     if name == "_trilinear":
-        return float(out.numel() * math.prod(args[1].shape[1:])), tuple(args[:3:2]) + (args[1],)
+        return float(out.numel() * math.prod(args[1].shape[1:])), (args[0], args[2], args[1])
     if "scaled_dot_product" in name or "flex_attention" in name:
         q, k, v = args[:3]
         return float(math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])), ()

@@ -158,7 +158,7 @@ def _told_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn.Mod
             continue
         try:
             head = told()
-        except (AttributeError, NotImplementedError, TypeError):  # a method of a class without a head, or another one
+        except (AttributeError, NotImplementedError, TypeError):  # no head, or another method
             continue
         if isinstance(head, torch.nn.Module):
             yield from head.modules()

@@ -24,9 +24,9 @@ def conversion_report(
     """What of ``model`` runs in float8, and why the rest does not; with ``tokens``, what it takes in bytes, too.
 
     FLOPs are counted in one forward of ``batch``. It runs without gradients, without hooks and in high precision, on a
-    copy of the modules that shares the weights: no buffer, random number, amax history or state of FSDP2 changes, and no
-    rank waits for another, so one may count alone. Where tensors of the batch are on meta, or the weights are on meta or
-    sharded, everything runs on meta: shapes decide, and values that a forward asks for are an error.
+    copy of the modules that shares the weights. No buffer, random number, amax history or state of FSDP2 changes, and
+    no rank waits for another, so one may count alone. Where the batch or the weights are on meta, or the weights are
+    sharded, everything runs on meta: shapes decide, and a forward that asks for values is an error.
 
     Without a batch, a model of transformers is counted on meta with inputs that are made up, which takes less than a
     second for most. Of any other model FLOPs are assumed: every layer once per token. ``summary`` says which it was.

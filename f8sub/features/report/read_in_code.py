@@ -9,6 +9,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,11 +17,12 @@ from f8sub.features.layer_kinds.layer_kinds import kinds
 from f8sub.linear.float8_linear import Float8Linear
 
 READ = re.compile(
-    r"self\.(\w+)\.weight\b(?!\s*(?:=[^=]|\.(?:data|device|dtype|shape|size|ndim|dim|numel|element_size|requires_grad|is_\w+)\b))"
+    r"(?<!isinstance\()self\.(\w+)\.weight\b"
+    r"(?!\s*(?:=[^=]|\.(?:data|device|dtype|shape|size|ndim|dim|numel|element_size|requires_grad|is_\w+)\b))"
 )
-"""A weight that is read, not one of its properties."""
+"""A weight that is read, not one of its properties, its class or its place."""
 
-NOT_IN_FORWARD = re.compile(r"init|reset|load|save|tie|resize|reset_parameters|from_pretrained|repr")
+NOT_IN_FORWARD = re.compile(r"init|reset|load|save|tie|resize|from_pretrained|repr")
 """Names of methods that no forward calls."""
 
 
@@ -28,9 +30,10 @@ def read_in_code(model: torch.nn.Module) -> Iterator[str]:
     """A sentence for each method of the model's modules that reads weights of converted layers, for a report."""
     found: dict[tuple[type, str], list[str]] = defaultdict(list)
     for fqn, module in model.named_modules():
-        for method, name in _reads(type(module)):
+        kind: Any = type(module)
+        for method, name in _reads(kind):
             if isinstance(module._modules.get(name), Float8Linear):
-                found[type(module), method].append(f"{fqn}.{name}" if fqn else name)
+                found[kind, method].append(f"{fqn}.{name}" if fqn else name)
     for (cls, method), fqns in found.items():
         named = kinds(fqns)
         yield (
@@ -41,7 +44,7 @@ def read_in_code(model: torch.nn.Module) -> Iterator[str]:
 
 
 @functools.cache
-def _reads(cls: type) -> tuple[tuple[str, str], ...]:
+def _reads(cls: Any) -> tuple[tuple[str, str], ...]:
     """Methods of a class and the children whose weights they read; none where the source is not there."""
     found: dict[tuple[str, str], None] = {}
     if cls.__module__.startswith("torch."):

@@ -82,10 +82,10 @@ class LayerReport:
 class ConversionReport:
     """What runs in float8. ``str()`` is a page: the summary, then equal layers in one row, by what became of them.
 
-    FLOPs are those of products with weights: of linear layers, experts, recurrent layers, convolutions, and of whatever
-    else multiplies by a parameter. Products of activations, such as attention's, are none. They are counted in one
-    forward, or assumed: every layer multiplies each token once, experts as often as ``top_k`` says, and convolutions are
-    not known. Shares are of the whole model's.
+    FLOPs are those of products with weights: of linear layers, experts, recurrent layers, convolutions, and whatever
+    else multiplies by a parameter. Products of activations, such as attention's, are none. FLOPs are counted in one
+    forward, or assumed: every layer multiplies each token once, experts as often as ``top_k`` says, and those of
+    convolutions are not known. Shares are of the whole model's.
 
     Attributes:
         layers: every linear layer, in the model's order.
@@ -93,8 +93,9 @@ class ConversionReport:
         bytes: the ``ByteAccount``, where a number of tokens was given; ``str()`` of it is a table.
         others: what multiplies by weights and is no nn.Linear; experts alone may be converted.
         counted: the forward in which FLOPs were counted, in words; empty where they are assumed.
-        not_counted: why they were not, where a forward was tried; names of parameters that may multiply besides, where
-            FLOPs are assumed; operators of other libraries that took weights, where they were counted.
+        assumed_because: what a forward of made-up inputs raised; empty where none was tried, or it counted.
+        not_counted: where FLOPs are assumed names of parameters that may multiply besides; where they were counted
+            operators of other libraries that took weights.
         not_counted_share: share of those parameters in all, 0 to 1.
         of_activations: multiplications of activations by each other in that forward, over those by weights.
         read_in_code: layers whose weights other modules' code reads, and that code.
@@ -111,6 +112,7 @@ class ConversionReport:
     parameters_in_float8: int = 0
     experts: tuple[str, ...] = ()
     counted: str = ""
+    assumed_because: str = ""
     not_counted: tuple[str, ...] = ()
     not_counted_share: float = 0.0
     of_activations: float = 0.0
@@ -119,7 +121,10 @@ class ConversionReport:
     @property
     def flops_share(self) -> float:
         """Share of the model's FLOPs that run in float8, 0 to 1; ``counted`` says how that is known."""
-        return sum(each.in_float8 for each in (*self.layers, *self.others)) / max(self._multiplications, 1)
+        in_float8 = sum(layer.in_float8 for layer in self.layers) + sum(
+            other.in_float8 for other in self.others
+        )
+        return in_float8 / max(self._multiplications, 1)
 
     @property
     def parameters_share(self) -> float:
@@ -152,8 +157,8 @@ class ConversionReport:
         if not read:
             return ""
         return (
-            f"{len(read)} converted layers whose weights other code multiplies by in high precision, which "
-            f"skip={kinds(read)} leaves as they are"
+            f"other code multiplies by the weights of {len(read)} converted layers, in high precision: "
+            f"skip={kinds(read)} leaves them as they are"
         )
 
     @staticmethod
@@ -218,13 +223,15 @@ class ConversionReport:
             )
         return notes
 
-
     def _of_flops(self) -> list[str]:
         """How FLOPs are known."""
         listed = _some(list(self.not_counted))
         if not self.counted:
-            known = "FLOPs are assumed by shapes: every layer multiplies each token once. batch= counts them in a forward."
-            return [known, *([f"Not counted: {listed}."] if listed else [])]
+            because = f", because {self.assumed_because}" if self.assumed_because else ""
+            known = (
+                f"FLOPs are assumed{because}: every layer once per token. batch= counts them in one forward."
+            )
+            return [known, *([f"These may multiply, too, and are not counted: {listed}."] if listed else [])]
         if not (self.of_activations or listed):
             return []
         known = (
@@ -263,12 +270,14 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
     known: dict[str, Any] = {}
     if count is None:
         unknown = unknown_weights(model)
-        reason = [counted] if counted else []
-        known["not_counted"] = (*reason, *kinds(unknown))
+        known["assumed_because"] = counted
+        known["not_counted"] = tuple(kinds(unknown))
         known["not_counted_share"] = sum(unknown.values()) / max(parameters, 1)
     else:
         known["counted"] = count.of
-        known["not_counted"] = tuple(f"{name} ({_some(kinds(fqns))})" for name, fqns in count.not_known.items())
+        known["not_counted"] = tuple(
+            f"{name} ({_some(kinds(fqns))})" for name, fqns in count.not_known.items()
+        )
         by_weights = sum((*count.own.values(), *count.elsewhere.values()))
         known["of_activations"] = count.of_activations / max(by_weights, 1)
     return ConversionReport(
@@ -277,7 +286,10 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         others=others,
         parameters=parameters,
         parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
-        read_in_code=tuple(read_in_code(model)),
+        # On a GPU the count saw what kernels there read.
+        read_in_code=()
+        if count is not None and count.device not in ("cpu", "meta")
+        else tuple(read_in_code(model)),
         **known,
     )
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -26,14 +26,20 @@ NOT_IN_FORWARD = re.compile(r"init|reset|load|save|tie|resize|from_pretrained|re
 """Names of methods that no forward calls."""
 
 
-def read_in_code(model: torch.nn.Module) -> Iterator[str]:
-    """A sentence for each method of the model's modules that reads weights of converted layers, for a report."""
+def read_in_code(model: torch.nn.Module, known: Container[str]) -> Iterator[str]:
+    """A sentence for each method of the model's modules that reads weights of converted layers, for a report.
+
+    Args:
+        model: the model.
+        known: layers whose weights a count saw others multiply by.
+    """
     found: dict[tuple[type, str], list[str]] = defaultdict(list)
     for fqn, module in model.named_modules():
         kind: Any = type(module)
         for method, name in _reads(kind):
-            if isinstance(module._modules.get(name), Float8Linear):
-                found[kind, method].append(f"{fqn}.{name}" if fqn else name)
+            layer = f"{fqn}.{name}" if fqn else name
+            if isinstance(module._modules.get(name), Float8Linear) and layer not in known:
+                found[kind, method].append(layer)
     for (cls, method), fqns in found.items():
         named = kinds(fqns)
         yield (

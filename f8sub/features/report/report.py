@@ -280,16 +280,15 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         )
         by_weights = sum((*count.own.values(), *count.elsewhere.values()))
         known["of_activations"] = count.of_activations / max(by_weights, 1)
+    rows = tuple(_of_layer(model, fqn, layer, count) for fqn, layer in layers.items())
+    if count is None or count.device in ("cpu", "meta"):  # on a GPU the count saw what kernels read there
+        known["read_in_code"] = tuple(read_in_code(model, {row.fqn for row in rows if row.read_by}))
     return ConversionReport(
-        tuple(_of_layer(model, fqn, layer, count) for fqn, layer in layers.items()),
+        rows,
         tuple(dict.fromkeys(idle)),
         others=others,
         parameters=parameters,
         parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
-        # On a GPU the count saw what kernels there read.
-        read_in_code=()
-        if count is not None and count.device not in ("cpu", "meta")
-        else tuple(read_in_code(model)),
         **known,
     )
 

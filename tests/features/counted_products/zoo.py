@@ -63,6 +63,7 @@ OTHER = {
         ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu"), MLA
     ),
     "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"mamba_dt_rank": 16},
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"] * 2,
         "layers_block_type": ["mamba", "attention"] * 2,

@@ -227,6 +227,7 @@ def load_float8():
 def conversion_report():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 10)))
     print(f8sub.conversion_report(model))  # what was converted, and why the rest was not
+    print(f8sub.conversion_report(model, batch=torch.randn(8, 512)))  # FLOPs counted in a forward
     print(f8sub.conversion_report(model, tokens=8192).bytes)
 
 

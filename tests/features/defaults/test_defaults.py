@@ -72,6 +72,55 @@ OUTPUTS = {
 }
 
 
+class Told(nn.Module):
+    """A head of a name that other layers have, which the model tells; or a method that tells none."""
+
+    def __init__(self, told) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.out = nn.Linear(K, K), nn.Linear(K, K), nn.Linear(K, K)
+        self.told = told
+
+    def get_output_embeddings(self):
+        return self.told(self)
+
+
+TOLD = {
+    "a layer": (lambda m: m.decoder, ["decoder"]),
+    "a module of several": (lambda m: nn.ModuleList([m.decoder, m.out]), ["decoder", "out"]),
+    "none": (lambda m: None, []),
+    "an embedding": (lambda m: nn.Embedding(4, K), []),
+    "no such attribute": (lambda m: m.lm_head, []),
+    "another method of that name": (lambda: None, []),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_head_that_the_model_tells(case, wrapped):
+    told, expected = TOLD[case]
+    names = [f"0.{name}" if wrapped else name for name in expected]
+
+    def made() -> nn.Module:
+        return nn.Sequential(Told(told)) if wrapped else Told(told)
+
+    assert left(model := made()) == names
+    assert set(reasons(model).values()) <= {"output head (default)"}
+    assert left(made(), skip_defaults=False) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("Bert", "cls.predictions.decoder"), ("DistilBert", "vocab_projector"), ("XLNet", "lm_loss")]
+)
+def test_heads_of_transformers_under_other_names(kind, head):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, tie_word_embeddings=False)
+    config.num_hidden_layers = config.n_layers = config.n_layer = 1
+    cls = getattr(transformers, f"{kind}ForMaskedLM", None) or getattr(transformers, f"{kind}LMHeadModel")
+    with torch.device("meta"):
+        model = cls(config)
+    assert left(model) == [head]
+
+
 def test_heads_beside_each_other_in_one_module_are_all_outputs():
     """As PEFT keeps the old and the new one: neither takes what the other makes."""
     names = "model.up", "score.original_module", "score.modules_to_save.default"

@@ -30,6 +30,7 @@ class Count:
     Attributes:
         of: what it was given, in words.
         device: the type of the device where it ran.
+        tokens: how many it was given, where it was given integers first; None where not.
         own: multiplications by each weight in its module's forward; a weight's key is its module's name and its own.
         elsewhere: those in forwards of others.
         readers: the modules whose forwards made those, in words.
@@ -40,6 +41,7 @@ class Count:
 
     of: str
     device: str
+    tokens: int | None
     own: Mapping[Key, float]
     elsewhere: Mapping[Key, float] = field(default_factory=dict)
     readers: Mapping[Key, str] = field(default_factory=dict)
@@ -80,6 +82,7 @@ def count(model: torch.nn.Module, batch: Batch) -> Count:
     what = _shown(batch)
     try:
         if why is None:
+            batch = tree_map_only(torch.Tensor, torch.clone, _plain(batch))
             return _count(model, Copies(model, with_values=True), model, batch, f"one forward of {what}")
         batch = tree_map_only(torch.Tensor, on_meta, _plain(batch))
         return _count(
@@ -153,10 +156,11 @@ def _count(model: torch.nn.Module, copies: Copies, module: torch.nn.Module, batc
     with _one_forward(model), mode:
         _call(copies.of(module), batch)
     device = next((weight.device.type for _, weight in weights), "cpu")
-    return _counted(model, mode, running, what, device)
+    tokens = inputs[0].numel() if inputs and not inputs[0].is_floating_point() else None
+    return Count(what, device, tokens, **_by_module(model, mode, running))
 
 
-def _counted(model: torch.nn.Module, mode: Products, running: Running, what: str, device: str) -> Count:
+def _by_module(model: torch.nn.Module, mode: Products, running: Running) -> dict[str, Any]:
     own: dict[Key, float] = defaultdict(float)
     elsewhere: dict[Key, float] = defaultdict(float)
     readers: dict[Key, str] = {}
@@ -172,7 +176,14 @@ def _counted(model: torch.nn.Module, mode: Products, running: Running, what: str
     not_known = {
         name: tuple(sorted({fqn for fqn, _ in keys})) for name, keys in mode.not_known.items() if keys
     }
-    return Count(what, device, own, elsewhere, readers, dict(running.calls), mode.of_activations, not_known)
+    return {
+        "own": own,
+        "elsewhere": elsewhere,
+        "readers": readers,
+        "runs": dict(running.calls),
+        "of_activations": mode.of_activations,
+        "not_known": not_known,
+    }
 
 
 def _parametrized(key: Key) -> Key:

@@ -98,6 +98,7 @@ _MOSTLY_HEADS = (
     "score",  # transformers' *ForSequenceClassification of decoders
     "classifier",  # of encoders
     "classification_head",  # of encoder-decoders
+    "ctc_head",  # of speech encoders
     "embed_out",  # GPT-NeoX
     "value_head",
     "v_head",  # TRL

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from f8sub.convert.convert import other_reasons
 from f8sub.convert.filters import Selection, layer_recipes
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8Warning
+from f8sub.features.counted_products.count import count_of_made_up
 from f8sub.features.defaults.defaults import HEAD, default_reasons
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
@@ -137,6 +138,9 @@ class Shapes:
 def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | str = EXPERTS) -> Shapes:
     """Read a model, converted or not, on any device; it is not changed.
 
+    How often a layer or an expert multiplies a token is counted of a model of transformers that takes tokens, see
+    ``count_of_made_up``; of layers that do not run there, and of any other model, it is assumed.
+
     Args:
         model: of one that is not converted, told is what ``convert_to_float8(model, skip=skip, experts=experts)``
             would convert; where ``experts`` is "auto" all experts, which ``Shapes.undecided`` says.
@@ -183,7 +187,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         head = head if isinstance(head, int) else HEAD_SIZE
         products.append(Product(fqn, *sizes, *places, head, frozen=_are_frozen(model, [layer.weight])))
     others, not_counted = _others(model, reasons)
-    products += others
+    products = _counted(model, products + others)
     counted = sum(product.elements for product in products)
     logits = sum(linears[fqn].out_features for fqn in heads)
     total = sum(p.numel() for p in model.parameters())
@@ -191,6 +195,23 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     fixed = sum(p.numel() for p in model.parameters() if _are_frozen(model, [p]))
     fixed -= sum(product.elements for product in products if product.frozen)
     return Shapes(tuple(products), total - counted, logits, not_counted, undecided, fixed)
+
+
+def _counted(model: torch.nn.Module, products: list[Product]) -> list[Product]:
+    """Products with the uses that a forward has of them, where it has any."""
+    count = count_of_made_up(model)
+    if isinstance(count, str) or not count.tokens:
+        return products
+    linears = {fqn for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    found = []
+    for product in products:
+        keys = [(product.module, product.fqn.rpartition(".")[2])] if product.experts else []
+        if product.fqn in linears:
+            keys = [(product.fqn, name) for name in count.names(product.fqn)]
+        multiplied = sum(count.own.get(key, 0.0) + count.elsewhere.get(key, 0.0) for key in keys)
+        uses = multiplied / (product.rows * product.cols * count.tokens) or product.uses
+        found.append(replace(product, uses=uses))
+    return found
 
 
 def reads_attention(fqn: str) -> bool:

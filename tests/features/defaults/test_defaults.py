@@ -9,7 +9,7 @@ from tests.convert.models import K, reasons
 
 HEADS = [
     *("lm_head", "output", "head", "heads", "score", "classifier", "classification_head", "embed_out"),
-    *("value_head", "v_head", "reward_head"),
+    *("ctc_head", "value_head", "v_head", "reward_head"),
 ]
 
 
@@ -109,7 +109,8 @@ def test_a_head_that_the_model_tells(case, wrapped):
 
 
 @pytest.mark.parametrize(
-    ("kind", "head"), [("Bert", "cls.predictions.decoder"), ("DistilBert", "vocab_projector"), ("XLNet", "lm_loss")]
+    ("kind", "head"),
+    [("Bert", "cls.predictions.decoder"), ("DistilBert", "vocab_projector"), ("XLNet", "lm_loss")],
 )
 def test_heads_of_transformers_under_other_names(kind, head):
     transformers = pytest.importorskip("transformers")

@@ -277,7 +277,7 @@ class Looks(nn.Module):
 def test_a_forward_that_fails():
     model = f8sub.convert_to_float8(Looks(), min_dim=0)
     with pytest.raises(
-        f8sub.Float8ConfigError, match="counted raised TypeError: .*: give it as model.forward takes it"
+        f8sub.Float8ConfigError, match=r"counted raised TypeError: .*: give it as model\.forward takes it"
     ):
         f8sub.conversion_report(model, batch={"tokens": x_of()})
     with pytest.raises(f8sub.Float8ConfigError, match="ran on meta, because its tensors are on meta"):
@@ -285,7 +285,7 @@ def test_a_forward_that_fails():
     assert f8sub.conversion_report(model, batch=x_of()).flops_share == 1.0
     with torch.device("meta"):
         model = f8sub.convert_to_float8(Looks(), min_dim=0)
-    with pytest.raises(f8sub.Float8ConfigError, match="ran on meta, because a.weight is on meta"):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"ran on meta, because a\.weight is on meta"):
         f8sub.conversion_report(model, batch=x_of())
 
 

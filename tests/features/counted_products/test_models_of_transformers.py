@@ -114,7 +114,7 @@ def test_many_types_of_models(kind):
 def test_experts_that_multiply_every_token_and_a_single_shared_one():
     """Shapes and ``top_k`` say 61 % of this Llama 4, and nothing of a weight of (1, N, K)."""
     pytest.importorskip("transformers")
-    report, _, expected = shares("llama4_text")
+    report, _, _ = shares("llama4_text")
     experts = [other for other in report.others if other.fqn.endswith("experts")]
     assert sum(other.multiplications for other in experts) > 0.8 * sum(
         each.multiplications for each in (*report.layers, *report.others)

@@ -83,6 +83,7 @@ CONVERSION = Need(
         "torch.autograd.grad_mode._unsafe_preserve_version_counter": "tensors",
         "torch.cpu._is_amx_fp16_supported": "",
         "torch.cpu._is_amx_tile_supported": "",
+        "torch._subclasses.FakeTensorMode": "",
         "torch.utils._python_dispatch.TorchDispatchMode": "",
         "torch.utils._python_dispatch._disable_current_modes": "",
         "torch.utils._python_dispatch.return_and_correct_aliasing": "func args kwargs out",
@@ -298,6 +299,7 @@ def _private(path: str) -> Any:
 # Bound as they are: a wrapper would be one more Python call in every layer.
 aten_scaled_mm: Callable[..., torch.Tensor] = _private("torch._scaled_mm")
 aten_scaled_grouped_mm: Callable[..., torch.Tensor] = _private("torch._scaled_grouped_mm")
+_FakeTensorMode = _private("torch._subclasses.FakeTensorMode")
 DispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode")
 no_torch_function = _private("torch._C._disabled_torch_function_impl")
 no_torch_dispatch = _private("torch._C._DisableTorchDispatch")
@@ -595,6 +597,12 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Outside of all dispatch modes, FakeTensorMode among them: tensors made here are real and may be kept."""
     modes: AbstractContextManager[Any] = _no_modes()
     return modes
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """What is made inside has no values, and is known for it: code that asks whether it is traced is told so."""
+    mode: AbstractContextManager[Any] = _FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:

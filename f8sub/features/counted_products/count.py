@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.features.counted_products.copied import Copies, on_meta, why_not_as_it_is
 from f8sub.features.counted_products.products import Key, Products, Running
-from f8sub.torch_compat import tree_map_only
+from f8sub.torch_compat import fake_tensors, tree_map_only
 
 Batch = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 
@@ -110,9 +110,10 @@ def count_of_made_up(model: torch.nn.Module) -> Count | str:
     if inner is None or len(list(inner.parameters())) < len(list(model.parameters())):
         return ""
     try:
-        batch = made_up_batch(inner)
-        copies = Copies(model, with_values=False, training=False)
-        return _count(model, copies, inner, batch, f"one forward of {_shown(batch)}, made up, on meta")
+        made = functools.partial(made_up_batch, inner)
+        return _count_on_meta(
+            model, inner, made, f"one forward of {_shown(made())}, made up, on meta", training=False
+        )
     except Exception as error:  # the forward of any architecture
         return f"a forward of made-up inputs raised {_words(error)}"
 
@@ -141,6 +142,29 @@ def made_up_batch(model: Any) -> dict[str, torch.Tensor]:
     if getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = ids
     return found
+
+
+def _count_on_meta(
+    model: torch.nn.Module,
+    module: torch.nn.Module,
+    batch: Callable[[], Any],
+    what: str,
+    training: bool | None = None,
+) -> Count:
+    """By shapes alone. Where a forward asks for values, once more with fake tensors, which take several times as long.
+
+    Code that looks for padding or for packed sequences asks whether it is traced, and of these it knows that.
+    """
+    try:
+        return _count(model, Copies(model, with_values=False, training=training), module, batch(), what)
+    except Exception as error:
+        with fake_tensors():
+            try:
+                return _count(
+                    model, Copies(model, with_values=False, training=training), module, batch(), what
+                )
+            except Exception:  # the first one tells more
+                raise error from None
 
 
 def _count(model: torch.nn.Module, copies: Copies, module: torch.nn.Module, batch: Any, what: str) -> Count:

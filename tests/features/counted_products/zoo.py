@@ -76,7 +76,7 @@ OTHER = {
 }
 """Of model types whose sizes depend on each other; None leaves an argument out."""
 
-FEW = ("albert", "bert", "bart", "llama4_text", "mamba", "mixtral", "inkling_text", "vit")
+FEW = ("albert", "bert", "bart", "llama4_text", "mamba", "mixtral", "inkling_text", "jetmoe", "vit")
 
 MANY = (
     *(

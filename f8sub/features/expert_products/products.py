@@ -16,8 +16,7 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.tokens import Tokens
 from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels import reference
-from f8sub.kernels.gemm.select import REFERENCE
+from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, gemm_nt
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
@@ -138,21 +137,27 @@ def _dequantized_weights(
     return dw.to(out_dtype)
 
 
-def _reference_rows(
-    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+def _rows_one_by_one(
+    backend: str,
+    a: Tokens,
+    b: ExpertWeights,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
 ) -> torch.Tensor:
+    """Each expert's product by itself, as a linear layer with that backend makes it."""
     out = a.scale_inv.new_zeros((groups.rows, b.data.shape[1]), dtype=out_dtype)
     for index, ((first, end), (start, stop)) in enumerate(
         zip(groups.host_bounds, a.groups.host_bounds, strict=True)
     ):
         if end > first:
             part = a.of_group(index, start, stop)
-            out[first:end] = reference.gemm_nt(part, b.of_group(index), out_dtype, fast_accum)
+            out[first:end] = gemm_nt(backend, part, b.of_group(index), out_dtype, fast_accum)
     return out
 
 
-def _reference_weights(
-    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+def _weights_one_by_one(
+    backend: str, a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     shape = len(groups.ends), a.data.shape[0], b.data.shape[0]
     out = a.scale_inv.new_zeros(shape, dtype=out_dtype)
@@ -160,8 +165,21 @@ def _reference_weights(
     for index, (of_a, of_b) in enumerate(bounds):
         if of_a[1] > of_a[0]:
             left, right = a.of_group(index, *of_a), b.of_group(index, *of_b)
-            out[index] = reference.gemm_nt(left, right, out_dtype, fast_accum)
+            out[index] = gemm_nt(backend, left, right, out_dtype, fast_accum)
     return out
+
+
+def _one_by_one(
+    backend: str, why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+) -> GroupedBackend:
+    rows, weights = (functools.partial(run, backend) for run in (_rows_one_by_one, _weights_one_by_one))
+    return GroupedBackend(why_not, rows, weights, clears=True)
+
+
+def _why_not_scaled_mm(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"multiplies experts one by one on a CPU, not on {device.type}"
+    return GEMM[SCALED_MM].why_not(a, b, device)
 
 
 GROUPED = {
@@ -170,14 +188,17 @@ GROUPED = {
     ),
     "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
-    REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights, clears=True),
+    SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
+    REFERENCE: _one_by_one(REFERENCE, lambda a, b, device: None),
 }
-"""Backends by name, the fastest first: docs/experts.md has the figures. The reference reads on the host where groups
-lie, so that it makes a GPU wait."""
+"""Backends by name, the fastest first: docs/experts.md has the figures. The last two read on the host where groups lie,
+so that they would make a GPU wait."""
 
+ON_CPU = SCALED_MM, REFERENCE
+"""What "auto" takes on a CPU: what multiplies a linear layer there, so that both have the same bits."""
 
-ASKED_AS = {"scaled_mm": "scaled_grouped_mm"}
-"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here."""
+ASKED_AS = {SCALED_MM: "scaled_grouped_mm"}
+"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here on a GPU."""
 
 
 def multiply_rows(
@@ -238,7 +259,7 @@ class GroupedPlan:
         Raises:
             Float8ConfigError: a backend that cannot run the recipe.
         """
-        asked = ASKED_AS.get(backend, backend)
+        asked = ASKED_AS.get(backend, backend) if device.type == "cuda" else backend
         specs = recipe.fprop, recipe.dgrad, recipe.wgrad
         if is_one_by_one(recipe):
             if device.type not in ("cpu", "meta") or asked not in ("auto", REFERENCE):
@@ -282,17 +303,16 @@ def is_one_by_one(recipe: Recipe) -> bool:
 
 
 def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
-    """Name of the backend that runs ``spec``; the reference runs unasked on a CPU alone, where it waits for nothing."""
+    """Name of the backend that runs ``spec``; on a CPU "auto" is what a linear layer has there."""
     if backend != "auto" and backend not in GROUPED:
         raise Float8ConfigError(
             f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(GROUPED)}"
         )
     if spec.a is None or spec.b is None:
         return None
-    if backend == "auto" and device.type in ("cpu", "meta"):
-        return REFERENCE
+    on_cpu = device.type in ("cpu", "meta")
     reasons = {}
-    for name in GROUPED if backend == "auto" else [backend]:
+    for name in (ON_CPU if on_cpu else GROUPED) if backend == "auto" else [backend]:
         if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
             return name
         reasons[name] = reason

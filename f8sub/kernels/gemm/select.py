@@ -16,6 +16,7 @@ from f8sub.kernels.triton import measured, support, triton_mm
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
 
+SCALED_MM = "scaled_mm"
 REFERENCE = "reference"
 """The backend that runs everything, everywhere, and slowly."""
 
@@ -40,7 +41,7 @@ class Backend:
 GEMM = {
     "measured": Backend(measured.why_not, measured.gemm_nt),
     # On the CPU it multiplies float32 matrices.
-    "scaled_mm": Backend(
+    SCALED_MM: Backend(
         scaled_mm.why_not, scaled_mm.gemm_nt, lambda device: device.type == "cpu", scaled_mm.is_traceable
     ),
     "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),

@@ -74,7 +74,7 @@ class Float8Linear(torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
-        plan = self.plan if sockets.context_plan is None else sockets.context_plan(self)
+        plan = self.plan if sockets.context_plan is None else sockets.context_plan(self, weight)
         sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         adds_bias = True

@@ -72,10 +72,11 @@ placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of its operands."""
 one_node: Callable[..., torch.Tensor]
 """``placement`` and the GEMMs while ``torch.compile`` traces, of a weight or x that is a DTensor of float8."""
-context_plan: Callable[["Float8Linear"], Plan] | None = None
-"""The plan of a forward that begins now where contexts ask for it; None while none was ever entered."""
-remember: Callable[["Float8Linear", Plan, torch.Tensor], None]
-"""Takes the layer, its plan and its ``y`` after a forward, once ``context_plan`` is there."""
+context_plan: Callable[[Any, torch.Tensor], Any] | None = None
+"""The plan of a forward that begins now where contexts ask for it, of a layer and its weight; None while no context
+was ever entered."""
+remember: Callable[[Any, Any, torch.Tensor], None]
+"""Takes the layer, its plan and its ``y`` after a product, once ``context_plan`` is there."""
 how_kept: Callable[[torch.Tensor, Recipe], str]
 """What ``keep_x="auto"`` is for an x and a recipe, see ``saved_input.KEEP_X``."""
 multiply: Callable[..., torch.Tensor] = gemm_nt

@@ -6,8 +6,8 @@ and dgrad; and over the tokens of each expert, (N, M) x (K, M) -> (E, N, K), whi
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.tokens import Tokens
 from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, gemm_nt
+from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, Plan, gemm_nt, plan_numbers
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
@@ -236,7 +236,7 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
 class GroupedPlan:
     """A recipe bound to a device: the backend of each grouped product, None where it stays in high precision.
 
-    ``backend`` is what was asked for.
+    ``backend`` is what was asked for, and ``key`` its own in ``Plan.made``.
     """
 
     recipe: Recipe
@@ -245,6 +245,7 @@ class GroupedPlan:
     wgrad: str | None
     device: torch.device
     backend: str
+    key: str
 
     @classmethod
     @functools.cache
@@ -269,7 +270,18 @@ class GroupedPlan:
                 )
             asked = REFERENCE
         fprop, dgrad, wgrad = (_select(spec, device, asked) for spec in specs)
-        return cls(recipe, fprop, dgrad, wgrad, device, backend)
+        return cls._of(recipe, fprop, dgrad, wgrad, device, backend)
+
+    @classmethod
+    @functools.cache
+    def _of(cls, *fields: Any) -> "GroupedPlan":
+        plan = cls(*(*fields, f"experts {next(plan_numbers)}"))
+        Plan.made[plan.key] = plan
+        return plan
+
+    def __reduce__(self) -> tuple[Callable[..., "GroupedPlan"], tuple[Any, ...]]:
+        """As ``Plan``'s."""
+        return GroupedPlan._of, tuple(getattr(self, each.name) for each in fields(self) if each.name != "key")
 
     @property
     def described(self) -> str:

@@ -11,6 +11,7 @@ from f8sub.convert.filters import why_not_weight
 from f8sub.convert.sockets import Converter, converters
 from f8sub.features.estimate_experts.gain import of_module, why_left
 from f8sub.features.expert_products.products import GroupedPlan
+from f8sub.features.experts import owners
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS, refuse_unknown_experts
@@ -89,6 +90,7 @@ class ExpertsConverter(Converter):
     def revert(self, module: torch.nn.Module) -> None:
         if isinstance(module, Float8Experts):
             plain = plain_class(module)
+            owners.leave(module)
             for guest in guests:
                 guest.left(module)
             for name in _OWN:

@@ -14,11 +14,12 @@ from f8sub.features.expert_products.grouped_matmul import Call, GroupedMatmul
 from f8sub.features.expert_products.high_precision import by_groups
 from f8sub.features.expert_products.products import GroupedPlan, is_one_by_one
 from f8sub.features.expert_products.shared_tokens import ends_of, sharing
-from f8sub.features.experts import one_by_one
+from f8sub.features.experts import one_by_one, owners
 from f8sub.features.experts.transposed import Transposed
-from f8sub.features.forwards.forwards import sources_of
+from f8sub.features.forwards.forwards import plan_of, sources_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.linear import sockets
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
@@ -85,7 +86,8 @@ def grouped_linear(
             of a DTensor this rank's experts.
         offs: integers, (E,): the row after each expert's last one, as ``torch.nn.functional.grouped_mm`` takes it.
             Rows past the last are of no expert; y and dx are zero there.
-        recipe: None for that of the converted module whose forward calls this, and high precision in any other.
+        recipe: None for that of the converted module whose forward calls this or that the weight is of, or of the
+            context that ``autocast`` entered for it; high precision in any other.
         transposed: whether the weight is stored as (E, K, N).
         backend: see ``GroupedPlan.make``; with a recipe only.
 
@@ -101,16 +103,16 @@ def grouped_linear(
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
-    module, plan, fqn = None, None, "grouped_linear"
-    if _running.stack:
-        _running.stack[-1].multiplied = True
-        module = _running.stack[-1].module
-        plan, fqn = module.plan, module.fqn
+    module = _module_of(weight)
+    fqn = "grouped_linear" if module is None else module.fqn
     if recipe is not None:
-        plan = _plan_of(recipe, x.device.type, backend)
+        # The module's name, and nothing else of it.
+        module, plan = None, _plan_of(recipe, x.device.type, backend)
+    else:
+        plan = None if module is None else _plan_in_use(module, weight)
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
-        sources = _sources_of(None if recipe is not None else module, fqn, plan.recipe, weight)
+        sources = _sources_of(module, fqn, plan.recipe, weight)
     weight = local_part(weight)
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
@@ -119,14 +121,40 @@ def grouped_linear(
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
-    dtype = autocast_dtype(x.device.type) or x.dtype
-    if is_one_by_one(plan.recipe):
-        return one_by_one.linear(x, weight, groups, plan.recipe, dtype, transposed)
-    call = Call(plan, dtype, transposed, sources)
-    y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
+    call = Call(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
+    y = multiply(x, weight, groups, call)
+    if sockets.context_plan is not None and module is not None:
+        sockets.remember(module, plan, y)
     for watch in watchers:
         watch(fqn, Product(x, weight, groups, call, y))
     return y
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: Call) -> torch.Tensor:
+    """The product of a call: that of all groups, or each expert's by itself where its recipe has no other."""
+    if is_one_by_one(call.plan.recipe):
+        return one_by_one.linear(x, weight, groups, call.plan.recipe, call.dtype, call.transposed)
+    y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
+    return y
+
+
+def _module_of(weight: torch.Tensor) -> Any:
+    """The converted module whose forward runs, or that the weight is of; None for no module."""
+    if not _running.stack:
+        return owners.owner_of(weight)
+    _running.stack[-1].multiplied = True
+    return _running.stack[-1].module
+
+
+def _plan_in_use(module: Any, weight: torch.Tensor) -> GroupedPlan:
+    plan: GroupedPlan = module.plan
+    if sockets.context_plan is None and torch.compiler.is_compiling():
+        return plan
+    name = owners.name_in(module, weight)
+    if name is None:
+        owners.note(module, weight)
+    plan = plan_of(module, weight if name is None else own_parameter(module, name))
+    return plan
 
 
 class _Plans:
@@ -154,10 +182,8 @@ def _named(recipe: str, device: str, backend: str) -> str:
 
 def _sources_of(module: Any, fqn: str, recipe: Recipe, weight: torch.Tensor) -> Sources:
     """The sources of a product with a weight of a converted module, which holds what they are made of."""
-    for name in () if module is None else module.weights:
-        parameter = own_parameter(module, name)
-        if weight is parameter or weight._base is parameter:
-            return sources_of(module, recipe, name)
+    if module is not None and (name := owners.name_in(module, weight)) is not None:
+        return sources_of(module, recipe, name)
     raise Float8ConfigError(
         f"{fqn}: recipe {recipe.name!r} keeps a past of each weight, and this weight of {tuple(weight.shape)} is no "
         "parameter of a converted module whose forward runs, nor a view of one; convert the module, give "

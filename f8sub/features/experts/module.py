@@ -12,6 +12,7 @@ from f8sub.features.adapted_experts.adapted import adapters_apart
 from f8sub.features.expert_operands.weights import ExpertWeights, stored_format
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
 from f8sub.features.expert_products.products import GroupedPlan
+from f8sub.features.experts import owners
 from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
 from f8sub.features.experts.seams import Seam
 from f8sub.features.forwards.forwards import sources_of
@@ -86,6 +87,7 @@ class Float8Experts(torch.nn.Module):
 
     def enter_weights(self) -> None:
         """Enter the weights among those that were converted together."""
+        owners.enter(self)
         for name in self.weights:
             gathered = self.is_gathered(name)
             self.converted.add(self, name, f"{self.fqn}.{name}", self.format_of(name), gathered)

@@ -101,7 +101,7 @@ def gemm_nt(
         return run(a, b, out_dtype, fast_accum)
 
 
-_numbers = itertools.count()
+plan_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class Plan:
     codes are ever copied transposed; ``backend`` is what was asked for, see ``select_gemm``.
     """
 
-    made: ClassVar[dict[str, "Plan"]] = {}
+    made: ClassVar[dict[str, Any]] = {}
+    """By key: these, and the plans of other products, which have recipe, device, backend, key and ``make`` as well."""
 
     recipe: Recipe
     fprop: str | None
@@ -159,7 +160,7 @@ class Plan:
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
         """The plan of these fields, its key excepted, which is given here."""
-        plan = cls(*(*fields, str(next(_numbers))))
+        plan = cls(*(*fields, str(next(plan_numbers))))
         cls.made[plan.key] = plan
         return plan
 

@@ -35,15 +35,42 @@ class Product(NamedTuple):
     y: torch.Tensor
 
 
-watchers: list[Callable[[str, Product], None]] = []
-"""Called after every product in float8, with the name of the converted module whose forward runs."""
+watchers: list[Callable[[Any, Product], None]] = []
+"""Called after every product of a recipe, with the converted module whose forward runs, or that the weight is of."""
 
 
 class Forward:
     """A forward of a converted module, which has a plan, a name and weights; and whether it multiplied."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.multiplied = module, False
+        self.module, self._called = module, False
+
+    def calls(self) -> None:
+        """A product was called."""
+        if torch.compiler.is_compiling():
+            _multiplies(type(self.module).__name__, self.module.fqn)
+        else:
+            self._called = True
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether it called a product, or compiled code in it has one."""
+        return self._called or _is_traced(type(self.module).__name__, self.module.fqn)
+
+
+_traced: set[tuple[str, str]] = set()
+"""The modules whose products were ever traced, by class and name."""
+
+
+@constant_result
+def _multiplies(kind: str, fqn: str) -> None:
+    """Enter a module in ``_traced``, at once: in a checkpointed function dynamo refuses to write to what is outside."""
+    _traced.add((kind, fqn))
+
+
+@constant_result
+def _is_traced(kind: str, fqn: str) -> bool:
+    return (kind, fqn) in _traced
 
 
 class _Running(threading.local):
@@ -103,13 +130,12 @@ def grouped_linear(
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
-    module = _module_of(weight)
-    fqn = "grouped_linear" if module is None else module.fqn
+    owner = _module_of(weight)
+    fqn = "grouped_linear" if owner is None else owner.fqn
     if recipe is not None:
-        # The module's name, and nothing else of it.
         module, plan = None, _plan_of(recipe, x.device.type, backend)
     else:
-        plan = None if module is None else _plan_in_use(module, weight)
+        module, plan = owner, None if owner is None else _plan_in_use(owner, weight)
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
         sources = _sources_of(module, fqn, plan.recipe, weight)
@@ -126,7 +152,7 @@ def grouped_linear(
     if sockets.context_plan is not None and module is not None:
         sockets.remember(module, plan, y)
     for watch in watchers:
-        watch(fqn, Product(x, weight, groups, call, y))
+        watch(owner, Product(x, weight, groups, call, y))
     return y
 
 
@@ -142,8 +168,9 @@ def _module_of(weight: torch.Tensor) -> Any:
     """The converted module whose forward runs, or that the weight is of; None for no module."""
     if not _running.stack:
         return owners.owner_of(weight)
-    _running.stack[-1].multiplied = True
-    return _running.stack[-1].module
+    forward = _running.stack[-1]
+    forward.calls()
+    return forward.module
 
 
 def _plan_in_use(module: Any, weight: torch.Tensor) -> GroupedPlan:

@@ -3,11 +3,12 @@
 Activation checkpointing repeats in backward what a module's forward handed to it, outside of that forward. Code may
 also multiply by a module's weights without calling the module. The weight tells its module then: it is the module's
 parameter, a view of one, or over the same memory. A weight that was copied before, as ``weight.bfloat16()`` is, is known
-by its shape and dtype, where the modules that multiplied by such copies have one plan.
+by its shape and dtype, where the modules that multiplied by such copies have one plan. So is every weight while
+``torch.compile`` traces a function alone, where no weight can be asked for its module.
 """
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +16,8 @@ from f8sub.errors import Float8ConfigError
 from f8sub.features.adapted_experts.adapted import own_parameter
 from f8sub.features.experts.transposed import Transposed
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import graph_task, saved_tensors_hook
+from f8sub.torch_compat import constant_result, graph_task, saved_tensors_hook
+from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import Weight, local_tensor
 
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,10 +45,7 @@ def name_in(module: Any, weight: torch.Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return None
     # Reentrant checkpoints detach what is handed to them.
-    if isinstance(local := local_tensor(weight), Weight):
-        record = local.record
-        return record.name if record is not None and record.module is module else None
-    memory = _memory(local)
+    memory = _memory(local_tensor(weight))
     for name in () if memory is None else module.weights:
         if memory == _memory(local_tensor(own_parameter(module, name))):
             return str(name)
@@ -60,7 +59,8 @@ def owner_of(weight: torch.Tensor) -> Any:
         Float8ConfigError: the weight is a copy, and modules with different recipes multiplied by copies like it.
     """
     if torch.compiler.is_compiling():
-        return None
+        is_converted = isinstance(local_tensor(weight), Weight | Float8Tensor | Transposed)
+        return getattr(_stand_ins, _named_like(*weight.shape)) if is_converted else None
     for module in _modules:
         if any(weight is (own := own_parameter(module, name)) or weight._base is own for name in module.weights):
             return module
@@ -70,6 +70,42 @@ def owner_of(weight: torch.Tensor) -> Any:
         if name_in(module, weight) is not None:
             return module
     return _owner_of_copy(weight)
+
+
+class _StandIn(NamedTuple):
+    """What compiled code knows of the module of a weight, which it cannot ask for it."""
+
+    plan: Any
+    fqn: str
+    weights: tuple[str, ...] = ()
+
+
+class _StandIns:
+    """By plan and name, each an attribute: dynamo guards on the one that it reads."""
+
+
+_stand_ins = _StandIns()
+
+
+@constant_result
+def _named_like(*shape: int) -> str:
+    """The attribute of ``_stand_ins`` for weights of a shape, of which all modules have one plan."""
+    found = [
+        module
+        for module in _modules
+        if any(sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:]) for name in module.weights)
+    ]
+    if len({module.plan for module in found}) != 1:
+        raise Float8ConfigError(
+            f"{', '.join(sorted(module.fqn for module in found))}: torch.compile traces a product with a weight of "
+            f"{shape} where no forward of a converted module runs, and modules of several recipes have such weights. "
+            "Compile the module, or the checkpointed function together with it"
+        )
+    fqn = min(module.fqn for module in found)
+    name = f"{fqn} by {found[0].plan.key}"
+    if not hasattr(_stand_ins, name):
+        setattr(_stand_ins, name, _StandIn(found[0].plan, fqn))
+    return name
 
 
 def _owner_of_copy(weight: torch.Tensor) -> Any:
@@ -96,5 +132,7 @@ def _memory(local: torch.Tensor) -> tuple[int, int] | None:
         local = local.source
     if isinstance(local, Float8Tensor):
         return None if local.rowwise is None else (local.rowwise.data.data_ptr(), local.numel())
+    if isinstance(local, Weight) and not isinstance(local, MasterWeight):  # codes alone, whose views share a record
+        return None if local.record is None else (id(local.record), local.numel())
     # Freed memory, and that of no elements, is at 0.
-    return None if isinstance(local, Weight) or not local.data_ptr() else (local.data_ptr(), local.numel())
+    return (local.data_ptr(), local.numel()) if local.data_ptr() else None

@@ -15,13 +15,14 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_experts
 from f8sub.features.expert_prior_scales.casts import cast_tokens
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
-from f8sub.features.experts.grouped_linear import Product, local_part, watchers
+from f8sub.features.experts.grouped_linear import Product, watchers
 from f8sub.features.experts.module import Float8Experts
+from f8sub.features.experts.owners import name_in
 from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.scales import CURRENT, ScaleSource
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor, is_metadata_inference
+from f8sub.torch_compat import is_metadata_inference
 from f8sub.weights.weight import Weight, master_of
 
 Parts = Iterable[tuple[torch.Tensor, Operand]]
@@ -55,16 +56,15 @@ def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
 class _Watch:
     def __init__(self, sample: Sample, modules: dict[str, Float8Experts]) -> None:
         self.sample = sample
-        self.modules = {module.fqn: (name, module) for name, module in modules.items()}
+        self.names = {module: name for name, module in modules.items()}
         self._seen: set[str] = set()
 
-    def __call__(self, fqn: str, product: Product) -> None:
+    def __call__(self, module: Any, product: Product) -> None:
         """Measure a product of a module of the model, the first one of its weight with a gradient."""
-        if fqn not in self.modules or not product.y.requires_grad or is_metadata_inference():
+        if module not in self.names or not product.y.requires_grad or is_metadata_inference():
             return
-        module_name, module = self.modules[fqn]
-        attribute = next((a for a in module.weights if _is_of(product.weight, module._parameters[a])), None)
-        name = f"{module_name}.{attribute}"
+        attribute = name_in(module, product.weight)
+        name = f"{self.names[module]}.{attribute}"
         if attribute is None or name in self._seen:
             return
         self._seen.add(name)
@@ -127,18 +127,6 @@ class _Watch:
         operand = Operand(codes, scale.expand(codes.shape).contiguous(), each_element(format))
         codes.view(torch.uint8).masked_fill_(is_none, 0)
         self.sample.take(name, role, format, [(values.masked_fill(is_none, 0), operand)])
-
-
-def _is_of(weight: torch.Tensor, parameter: torch.Tensor | None) -> bool:
-    """Whether a product's weight is a module's parameter, or a view of it."""
-    return parameter is not None and _memory(weight) == _memory(parameter)
-
-
-def _memory(weight: torch.Tensor) -> int:
-    local = local_part(weight) if is_dtensor(weight) else weight
-    if isinstance(local, Float8Tensor):
-        return 0 if local.rowwise is None else local.rowwise.data.data_ptr()
-    return local.data_ptr()
 
 
 def _weights(module: Float8Experts, attribute: str, product: Product, format: Float8Format) -> Iterator[Any]:

@@ -65,8 +65,7 @@ reentrant = functools.partial(checkpoint, use_reentrant=True)
 non_reentrant = functools.partial(checkpoint, use_reentrant=False)
 
 
-def selective(function: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(function, *args, use_reentrant=False, context_fn=f8sub.checkpoint_policy())
+selective = functools.partial(non_reentrant, context_fn=f8sub.checkpoint_policy())
 
 
 def nested(function: Callable[..., Any], *args: Any) -> Any:

@@ -102,11 +102,7 @@ class Float8Linear(torch.nn.Linear):
         """
         if self.plan.device.type == device.type:
             return
-        if torch.compiler.is_compiling():
-            raise Float8ConfigError(
-                f"{self.fqn}: converted for {self.plan.device.type}, and compiled for {device.type}; move the model "
-                "with model.to(device), or call it once before it is compiled"
-            )
+        refuse_compiling(self.fqn, self.plan.device, device)
         self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
         for guest in sockets.guests:
             guest.planned(self.converted, [self.plan])
@@ -167,6 +163,15 @@ class Float8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
+
+
+def refuse_compiling(fqn: str, device: torch.device, new: torch.device) -> None:
+    """Raise a Float8ConfigError where ``torch.compile`` traces the first call on a device of another type."""
+    if torch.compiler.is_compiling():
+        raise Float8ConfigError(
+            f"{fqn}: converted for {device.type}, and compiled for {new.type}; move the model with model.to(device), "
+            "or call it once before it is compiled"
+        )
 
 
 class Float8Matmul(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What features put into a layer: scales, forwards of DTensors, plans for a while, and what each says of the layer."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,9 +10,6 @@ from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import Sources
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
-
-if TYPE_CHECKING:
-    from f8sub.linear.float8_linear import Float8Linear
 
 
 class LayerGuest:
@@ -40,7 +37,7 @@ class LayerGuest:
         """What every rank must have alike of a layer, by its name in the error."""
         return {}
 
-    def deviation(self, layer: "Float8Linear") -> str | None:
+    def deviation(self, layer: torch.nn.Module) -> str | None:
         """What ``repr`` and reports say of a layer that is not as usual."""
         return None
 

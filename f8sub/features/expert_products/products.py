@@ -307,11 +307,12 @@ ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which 
 def is_one_by_one(recipe: Recipe) -> bool:
     """Whether each expert is multiplied by itself, see ``one_by_one``."""
     formats = [format for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) for format in (spec.a, spec.b)]
-    return any(
-        format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
-        for format in formats
-        if format is not None
-    )
+    return any(is_one_by_one_format(format) for format in formats if format is not None)
+
+
+def is_one_by_one_format(format: Float8Format) -> bool:
+    """Whether a matrix of the format has codes for itself alone, not as a part of a larger one."""
+    return format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
 
 
 def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:

@@ -26,17 +26,17 @@ from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtenso
 
 
 class Product(NamedTuple):
-    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result."""
+    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result; no call without a recipe."""
 
     x: torch.Tensor
     weight: torch.Tensor
     groups: Groups
-    call: Call
+    call: Call | None
     y: torch.Tensor
 
 
 watchers: list[Callable[[Any, Product], None]] = []
-"""Called after every product of a recipe, with the converted module whose forward runs, or that the weight is of."""
+"""Called after every product, with the converted module whose forward runs, or that the weight is of."""
 
 
 class Forward:
@@ -135,7 +135,7 @@ def grouped_linear(
     if recipe is not None:
         module, plan = None, _plan_of(recipe, x.device.type, backend)
     else:
-        module, plan = owner, None if owner is None else _plan_in_use(owner, weight)
+        module, plan = owner, None if owner is None else _plan_in_use(owner, x, weight)
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
         sources = _sources_of(module, fqn, plan.recipe, weight)
@@ -143,7 +143,10 @@ def grouped_linear(
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        return by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
+        y = by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
+        for watch in watchers:
+            watch(owner, Product(x, weight, groups, None, y))
+        return y
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
@@ -173,7 +176,9 @@ def _module_of(weight: torch.Tensor) -> Any:
     return forward.module
 
 
-def _plan_in_use(module: Any, weight: torch.Tensor) -> GroupedPlan:
+def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedPlan:
+    if module.plan.device.type != (device := x.device).type:
+        module.follow(device)
     plan: GroupedPlan = module.plan
     if sockets.context_plan is None and torch.compiler.is_compiling():
         return plan

@@ -18,6 +18,7 @@ from f8sub.features.experts.seams import Seam
 from f8sub.features.forwards.forwards import sources_of
 from f8sub.formats import Float8Format
 from f8sub.linear import sockets
+from f8sub.linear.float8_linear import refuse_compiling
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import casting, check_not_raw, exported, local_tensor
@@ -95,6 +96,7 @@ class Float8Experts(torch.nn.Module):
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the module came to a device of another type."""
         if self.plan.device.type != device.type:
+            refuse_compiling(self.fqn, self.plan.device, device)
             self.plan = GroupedPlan.make(self.plan.recipe, torch.device(device.type), self.plan.backend)
 
     @property
@@ -105,7 +107,7 @@ class Float8Experts(torch.nn.Module):
         if in_high_precision:
             which = "" if len(in_high_precision) == len(self.weights) else f"{', '.join(in_high_precision)} "
             words.append(f"{which}gathered in high precision")
-        return ", ".join(words)
+        return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
 
     def extra_repr(self) -> str:
         """That of its class, and ``how``."""
@@ -153,6 +155,9 @@ class Float8Experts(torch.nn.Module):
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise jit_error(self.fqn, "traced")
+
+    def __prepare_scriptable__(self) -> Any:
+        raise jit_error(self.fqn, "scripted")
 
 
 def _is_empty(given: Any) -> bool:

@@ -39,17 +39,19 @@ def leave(module: torch.nn.Module) -> None:
 def name_in(module: Any, weight: torch.Tensor) -> str | None:
     """The name of the module's parameter that ``weight`` is, or lies in the memory of; None for any other tensor."""
     for name in module.weights:
-        parameter = own_parameter(module, name)
-        if weight is parameter or weight._base is parameter:
-            return str(name)
-    if torch.compiler.is_compiling():
-        return None
-    # Reentrant checkpoints detach what is handed to them.
-    memory = _memory(local_tensor(weight))
-    for name in () if memory is None else module.weights:
-        if memory == _memory(local_tensor(own_parameter(module, name))):
+        if is_of(weight, own_parameter(module, name)):
             return str(name)
     return None
+
+
+def is_of(weight: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a weight is a parameter, a view of it, or over the same memory: reentrant checkpoints detach weights."""
+    if weight is parameter or weight._base is parameter:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    memory = _memory(local_tensor(weight))
+    return memory is not None and memory == _memory(local_tensor(parameter))
 
 
 def owner_of(weight: torch.Tensor) -> Any:

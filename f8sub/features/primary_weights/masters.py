@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.checks import Chosen, looks
+from f8sub.convert.checks import Chosen, is_converted, looks
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.sockets import LayerGuest, guests
 from f8sub.linear.weight_cast import rowwise_of
 from f8sub.recipes import DEFAULT
@@ -67,8 +66,12 @@ class PrimaryLayers(LayerGuest):
     """What primary weights add to what is said of their layers."""
 
     @override
-    def deviation(self, layer: Float8Linear) -> str | None:
-        return "primary weight" if isinstance(local_tensor(layer.weight), PrimaryWeight) else None
+    def deviation(self, layer: torch.nn.Module) -> str | None:
+        names = layer.converted.names_of(layer) if is_converted(layer) else ()
+        primary = [n for n in names if isinstance(local_tensor(layer._parameters[n]), PrimaryWeight)]
+        if not primary:
+            return None
+        return "primary weight" if names == ["weight"] else f"primary weights {', '.join(primary)}"
 
 
 guests.append(PrimaryLayers())

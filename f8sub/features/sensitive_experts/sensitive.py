@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from f8sub.features.expert_products.grouped_matmul import Call
 from f8sub.features.expert_products.products import GroupedPlan
 from f8sub.features.experts.grouped_linear import Product, multiply, watchers
 from f8sub.features.experts.module import Float8Experts
@@ -26,8 +27,8 @@ class ExpertsProbe(Probe):
         names = {module: fqn for fqn, module in modules.items()}
 
         def watch(module: Any, product: Product) -> None:
-            if module in names:
-                _look(names[module], plans[names[module]], product, note)
+            if module in names and product.call is not None:
+                _look(names[module], plans[names[module]], product, product.call, note)
 
         def leave() -> None:
             watchers.remove(watch)
@@ -49,8 +50,8 @@ def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Float8Experts)}
 
 
-def _look(fqn: str, plan: GroupedPlan, product: Product, note: Note) -> None:
-    x, weight, groups, call, y = product
+def _look(fqn: str, plan: GroupedPlan, product: Product, call: Call, note: Note) -> None:
+    x, weight, groups, _, y = product
     with torch.no_grad():
         y8 = multiply(x.detach(), weight, groups, call._replace(plan=plan))
         error = y8.float() - y.detach().float()

@@ -94,6 +94,7 @@ COMPILATION = Need(
     "torch.compile",
     "train without torch.compile",
     {
+        "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer": "fn",
         "torch._higher_order_ops.wrap.TagActivationCheckpoint": "",
         "torch.compiler._is_compiling_flag": "",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "",
@@ -631,6 +632,14 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def change_and_restore(function: Callable[..., Any], *args: Any) -> None:
+    """Call, while dynamo traces, what writes to an object from before, and is undone before the trace is done.
+
+    In functions that compiled code checkpoints dynamo refuses to write to what is outside of them.
+    """
+    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
 
 
 def untraced(function: Function) -> Function:

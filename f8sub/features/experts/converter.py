@@ -15,6 +15,7 @@ from f8sub.features.experts import owners
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS, refuse_unknown_experts
+from f8sub.features.primary_weights.masters import refuse_delayed
 from f8sub.formats import MULTIPLE
 from f8sub.linear.sockets import guests
 from f8sub.recipe import Recipe
@@ -44,6 +45,8 @@ class ExpertsConverter(Converter):
     ) -> str | None:
         if not options["experts"]:
             return "experts=True converts it"
+        if options.get("primary_weights") and recipe is not None:
+            refuse_delayed(fqn or "(root)", recipe)
         if options["experts"] != AUTO_EXPERTS or recipe is None or self.why_not(modules[fqn]) is not None:
             return None
         gain = of_module(modules, fqn, recipe, options["tokens"])

@@ -22,7 +22,7 @@ from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import sockets
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
+from f8sub.torch_compat import apply, autocast_dtype, change_and_restore, constant_result, is_dtensor
 
 
 class Product(NamedTuple):
@@ -48,29 +48,29 @@ class Forward:
     def calls(self) -> None:
         """A product was called."""
         if torch.compiler.is_compiling():
-            _multiplies(type(self.module).__name__, self.module.fqn)
+            _multiplies(type(self.module).__name__)
         else:
             self._called = True
 
     @property
     def multiplied(self) -> bool:
         """Whether it called a product, or compiled code in it has one."""
-        return self._called or _is_traced(type(self.module).__name__, self.module.fqn)
+        return self._called or _is_traced(type(self.module).__name__)
 
 
-_traced: set[tuple[str, str]] = set()
-"""The modules whose products were ever traced, by class and name."""
-
-
-@constant_result
-def _multiplies(kind: str, fqn: str) -> None:
-    """Enter a module in ``_traced``, at once: in a checkpointed function dynamo refuses to write to what is outside."""
-    _traced.add((kind, fqn))
+_traced: set[str] = set()
+"""The classes whose products were ever traced; not the modules, for equal blocks share their compiled code."""
 
 
 @constant_result
-def _is_traced(kind: str, fqn: str) -> bool:
-    return (kind, fqn) in _traced
+def _multiplies(kind: str) -> None:
+    """Enter a class in ``_traced`` at once: in a checkpointed function dynamo refuses to write to what is outside."""
+    _traced.add(kind)
+
+
+@constant_result
+def _is_traced(kind: str) -> bool:
+    return kind in _traced
 
 
 class _Running(threading.local):
@@ -86,12 +86,20 @@ _running = _Running()
 @contextlib.contextmanager
 def running(module: torch.nn.Module) -> Iterator[Forward]:
     """Calls of ``grouped_linear`` without a recipe take this module's plan, and their errors its name."""
-    _running.stack.append(Forward(module))
+    stack, forward = _running.stack, Forward(module)
+    if torch.compiler.is_compiling():
+        change_and_restore(stack.append, forward)
+        try:
+            yield forward
+        finally:
+            change_and_restore(stack.pop)
+        return
+    stack.append(forward)
     try:
         with sharing():
-            yield _running.stack[-1]
+            yield forward
     finally:
-        _running.stack.pop()
+        stack.pop()
 
 
 def grouped_linear(

@@ -13,6 +13,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.linear.sockets import LayerGuest, guests
 from f8sub.linear.weight_cast import rowwise_of
+from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
@@ -82,11 +83,7 @@ def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
     if not options["primary_weights"]:
         return
     for _, fqn, plan, _, _ in chosen:
-        if plan.recipe.delayed is not None:
-            raise Float8ConfigError(
-                f"primary_weights=True scales weights by their current amax, and {fqn} with recipe "
-                f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"
-            )
+        refuse_delayed(fqn, plan.recipe)
     for _, fqn, plan, gathered, _ in chosen:
         if not gathered:
             raise Float8ConfigError(
@@ -97,6 +94,15 @@ def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
 
 
 looks.append(_refuse)
+
+
+def refuse_delayed(fqn: str, recipe: Recipe) -> None:
+    """Raise a Float8ConfigError for a recipe that scales weights by their past, with ``primary_weights=True``."""
+    if recipe.delayed is not None:
+        raise Float8ConfigError(
+            f"primary_weights=True scales weights by their current amax, and {fqn} with recipe {recipe.name!r} scales "
+            f"them by their past; choose one of the two, {DEFAULT!r} for instance"
+        )
 
 
 def is_primary(parameter: torch.Tensor) -> bool:

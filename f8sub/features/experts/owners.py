@@ -61,8 +61,12 @@ def owner_of(weight: torch.Tensor) -> Any:
         Float8ConfigError: the weight is a copy, and modules with different recipes multiplied by copies like it.
     """
     if torch.compiler.is_compiling():
-        is_converted = isinstance(local_tensor(weight), Weight | Float8Tensor | Transposed)
-        return getattr(_stand_ins, _named_like(*weight.shape)) if is_converted else None
+        if not isinstance(local_tensor(weight), Weight | Float8Tensor | Transposed):
+            return None
+        found = getattr(_stand_ins, _named_like(*weight.shape))
+        if isinstance(found, str):
+            raise Float8ConfigError(found)
+        return found
     for module in _modules:
         if any(weight is (own := own_parameter(module, name)) or weight._base is own for name in module.weights):
             return module
@@ -83,7 +87,7 @@ class _StandIn(NamedTuple):
 
 
 class _StandIns:
-    """By plan and name, each an attribute: dynamo guards on the one that it reads."""
+    """Stand-ins, or why there is none, each an attribute: dynamo guards on the one that it reads."""
 
 
 _stand_ins = _StandIns()
@@ -91,22 +95,22 @@ _stand_ins = _StandIns()
 
 @constant_result
 def _named_like(*shape: int) -> str:
-    """The attribute of ``_stand_ins`` for weights of a shape, of which all modules have one plan."""
+    """The attribute of ``_stand_ins`` for weights of a shape."""
     found = [
         module
         for module in _modules
         if any(sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:]) for name in module.weights)
     ]
-    if len({module.plan for module in found}) != 1:
-        raise Float8ConfigError(
-            f"{', '.join(sorted(module.fqn for module in found))}: torch.compile traces a product with a weight of "
-            f"{shape} where no forward of a converted module runs, and modules of several recipes have such weights. "
-            "Compile the module, or the checkpointed function together with it"
-        )
-    fqn = min(module.fqn for module in found)
-    name = f"{fqn} by {found[0].plan.key}"
+    fqns = ", ".join(sorted({module.fqn for module in found}))
+    plans = {module.plan for module in found}
+    name = f"{fqns} by {sorted(plan.key for plan in plans)} of {shape}"
     if not hasattr(_stand_ins, name):
-        setattr(_stand_ins, name, _StandIn(found[0].plan, fqn))
+        why_not = (
+            f"{fqns}: torch.compile traces a product with a weight of {shape} where no forward of a converted module "
+            "runs, and modules of several recipes have such weights. Compile the module, or the checkpointed function "
+            "together with it"
+        )
+        setattr(_stand_ins, name, _StandIn(plans.pop(), fqns) if len(plans) == 1 else why_not)
     return name
 
 

@@ -1,6 +1,7 @@
 """Experts that checkpoint inside their own forward: backward repeats in float8 what the forward computed, to the bit."""
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import equal, refusal
+from tests.selection import long_but
 
 E, K, N = 4, 32, 48
 ENDS = torch.tensor([6, 6, 20, 24])
@@ -189,3 +191,53 @@ def test_a_weight_that_is_multiplied_outside_of_its_modules_forward():
     model = converted(Experts)
     f8sub.convert_from_float8(model)
     assert equal(results(model, run=lambda model, x: model[0].mlp(x)), results(Experts()))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend="aot_eager")
+
+
+def within_compiled(around: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint around compiled code, as who compiles parts of a block has it."""
+    made: dict[Any, Callable[..., Any]] = {}
+    return lambda function, *args: around(made.setdefault(function, compiled(function)), *args)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", long_but(["non_reentrant"], AROUND))
+def test_a_compiled_module_that_checkpoints(name):
+    model = converted(Experts, AROUND[name])
+    model.compile(backend="aot_eager", fullgraph=name in ("non_reentrant", "selective"))
+    assert equal(results(model), results(converted(Experts)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", long_but(["reentrant"], AROUND))
+def test_a_checkpoint_around_compiled_code(name):
+    assert equal(results(converted(Experts, within_compiled(AROUND[name]))), results(converted(Experts)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_code_where_no_forward_of_a_module_runs():
+    gc.collect()
+    model = converted(Experts)
+    expected = results(model)
+
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.compile(model[0].mlp, backend="aot_eager", fullgraph=True)(x)
+
+    model.zero_grad()
+    assert equal(results(model, run=run), expected)
+    other = converted(Experts, None, "tensorwise")
+    torch._dynamo.reset()
+    message = refusal(torch._dynamo.exc.Unsupported, results, other, run)
+    assert "where no forward of a converted module runs" in message
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_equal_modules_share_their_code():
+    model = f8sub.convert_to_float8(nn.Sequential(Experts(), Experts()), "rowwise", experts=True)
+    for layer in model:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    results(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

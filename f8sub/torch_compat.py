@@ -625,6 +625,14 @@ def is_metadata_inference() -> bool:
     return frame is not None
 
 
+def is_swapped_with_itself(tensor: torch.Tensor) -> bool:
+    """Whether this runs inside of ``torch.utils.swap_tensors(tensor, tensor)``, as the first parametrization calls it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "swap_tensors":
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("t1") is frame.f_locals.get("t2") is tensor
+
+
 def constant_result(function: Function) -> Function:
     """``torch.compiler.assume_constant_result`` without its ``import torch._dynamo``, which takes a second.
 

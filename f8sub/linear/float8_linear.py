@@ -128,7 +128,7 @@ class Float8Linear(torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.converted.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
+        if not keep_vars and "weight" in self._parameters:  # else parametrized, or pruned
             destination[f"{prefix}weight"] = exported(self.weight)
 
     def _load_from_state_dict(
@@ -142,7 +142,8 @@ class Float8Linear(torch.nn.Linear):
         self.converted.loaded()
         for guest in sockets.guests:
             guest.loaded(self, state_dict, prefix)
-        reassigned(self.converted.record_of(self, "weight"), weight, kind)
+        if "weight" in self._parameters:
+            reassigned(self.converted.record_of(self, "weight"), weight, kind)
 
     @property
     def how(self) -> str:

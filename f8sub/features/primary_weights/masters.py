@@ -69,7 +69,8 @@ class PrimaryLayers(LayerGuest):
     @override
     def deviation(self, layer: torch.nn.Module) -> str | None:
         names = layer.converted.names_of(layer) if is_converted(layer) else ()
-        primary = [n for n in names if isinstance(local_tensor(layer._parameters[n]), PrimaryWeight)]
+        held = ((n, layer._parameters.get(n)) for n in names)
+        primary = [n for n, w in held if w is not None and isinstance(local_tensor(w), PrimaryWeight)]
         if not primary:
             return None
         return "primary weight" if names == ["weight"] else f"primary weights {', '.join(primary)}"

@@ -97,7 +97,8 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     }
     lost = {}
     for fqn, (module, name) in weights.items():
-        local = local_tensor(module._parameters[name])
+        parameter = module._parameters.get(name)
+        local = None if parameter is None else local_tensor(parameter)
         gathered = module.converted.record_of(module, name).gathered
         if not (isinstance(local, MasterWeight) and (hasattr(local, "fsdp_pre_all_gather") or not gathered)):
             lost[fqn] = type(local).__name__

@@ -626,7 +626,7 @@ def is_metadata_inference() -> bool:
 
 
 def is_swapped_with_itself(tensor: torch.Tensor) -> bool:
-    """Whether this runs inside of ``torch.utils.swap_tensors(tensor, tensor)``, as the first parametrization calls it."""
+    """Whether this runs inside of ``torch.utils.swap_tensors(tensor, tensor)``, as a first parametrization calls it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "swap_tensors":
         frame = frame.f_back

@@ -309,8 +309,10 @@ def step_guard(form: Form) -> None:
 
 def bytes_of(form: Form) -> None:
     model = form.converted()
-    found = byte_account(model, tokens=ROWS).layers if form.is_linear else list(
-        expert_bytes(model, ROWS, torch.bfloat16)
+    found = (
+        byte_account(model, tokens=ROWS).layers
+        if form.is_linear
+        else list(expert_bytes(model, ROWS, torch.bfloat16))
     )
     assert found
     assert all("rowwise" in each.kind for each in found)

@@ -126,7 +126,9 @@ def test_state_dicts_reports_and_copies(kind, way):
     if "parametrizations" in model[0]._modules:
         copied = copy.deepcopy(model)
         assert torch.equal(call(copied, x_of()), call(model, x_of()))
-        assert "only supported through state_dict" in refusal(RuntimeError, torch.save, model[0], io.BytesIO())
+        assert "only supported through state_dict" in refusal(
+            RuntimeError, torch.save, model[0], io.BytesIO()
+        )
         message = refusal(f8sub.Float8ConfigError, f8sub.convert_from_float8, model)
         assert message.startswith("0: convert_from_float8 cannot give back the class")
         parametrize.remove_parametrizations(model[0], weight_of(model))

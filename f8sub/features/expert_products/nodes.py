@@ -26,9 +26,7 @@ def rows(
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(
-            products.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum
-        )
+        multiply = functools.partial(products.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"

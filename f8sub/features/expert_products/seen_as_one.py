@@ -21,7 +21,9 @@ class _Factor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type["_Factor"], shape: torch.Size, like: torch.Tensor) -> "_Factor":
-        made: _Factor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=like.device)
+        made: _Factor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bfloat16, device=like.device
+        )
         return made
 
     @classmethod

@@ -26,7 +26,7 @@ from f8sub.torch_compat import apply, autocast_dtype, change_and_restore, consta
 
 
 class Product(NamedTuple):
-    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result; no call without a recipe."""
+    """What ``grouped_linear`` multiplied, as it lies on this rank, and the result; without a recipe no ``call``."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -140,10 +140,9 @@ def grouped_linear(
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
     owner = _module_of(weight)
     fqn = "grouped_linear" if owner is None else owner.fqn
-    if recipe is not None:
-        module, plan = None, _plan_of(recipe, x.device.type, backend)
-    else:
-        module, plan = owner, None if owner is None else _plan_in_use(owner, x, weight)
+    module, plan = (owner, None) if recipe is None else (None, _plan_of(recipe, x.device.type, backend))
+    if module is not None:
+        plan = _plan_in_use(module, x, weight)
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
         sources = _sources_of(module, fqn, plan.recipe, weight)
@@ -193,8 +192,7 @@ def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedP
     name = owners.name_in(module, weight)
     if name is None:
         owners.note(module, weight)
-    plan = plan_of(module, weight if name is None else own_parameter(module, name))
-    return plan
+    return plan_of(module, weight if name is None else own_parameter(module, name))  # type: ignore[no-any-return]
 
 
 class _Plans:

@@ -156,7 +156,7 @@ class Float8Experts(torch.nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name to be found by; that of what was converted has.
-        return _new_module, (plain_class(self),), self.__getstate__()
+        return _new_module, (plain_class(self),), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise jit_error(self.fqn, "traced")

@@ -2,8 +2,8 @@
 
 Activation checkpointing repeats in backward what a module's forward handed to it, outside of that forward. Code may
 also multiply by a module's weights without calling the module. The weight tells its module then: it is the module's
-parameter, a view of one, or over the same memory. A weight that was copied before, as ``weight.bfloat16()`` is, is known
-by its shape and dtype, where the modules that multiplied by such copies have one plan. So is every weight while
+parameter, a view of one, or over the same memory. A weight that was copied before, as ``2 * weight`` is, is known by
+its shape and dtype, where the modules that multiplied by such copies have one plan. So is every weight while
 ``torch.compile`` traces a function alone, where no weight can be asked for its module.
 """
 
@@ -68,7 +68,9 @@ def owner_of(weight: torch.Tensor) -> Any:
             raise Float8ConfigError(found)
         return found
     for module in _modules:
-        if any(weight is (own := own_parameter(module, name)) or weight._base is own for name in module.weights):
+        if any(
+            weight is (own := own_parameter(module, name)) or weight._base is own for name in module.weights
+        ):
             return module
     if graph_task() == -1:
         return None
@@ -118,9 +120,9 @@ def _owner_of_copy(weight: torch.Tensor) -> Any:
     owners = list(_copied.get((weight.shape, weight.dtype), ()))
     if len({module.plan for module in owners}) > 1:
         raise Float8ConfigError(
-            f"{', '.join(sorted(module.fqn for module in owners))}: activation checkpointing repeats a product in backward "
-            f"whose weight is a copy of {tuple(weight.shape)}, and modules of several recipes multiply by copies like it. "
-            "Give f8sub.grouped_linear the parameter itself, or checkpoint the whole module"
+            f"{', '.join(sorted(module.fqn for module in owners))}: activation checkpointing repeats a product in "
+            f"backward whose weight is a copy of {tuple(weight.shape)}, and modules of several recipes multiply by "
+            "copies like it. Give f8sub.grouped_linear the parameter itself, or checkpoint the whole module"
         )
     return owners[0] if owners else None
 
@@ -138,7 +140,9 @@ def _memory(local: torch.Tensor) -> tuple[int, int] | None:
         local = local.source
     if isinstance(local, Float8Tensor):
         return None if local.rowwise is None else (local.rowwise.data.data_ptr(), local.numel())
-    if isinstance(local, Weight) and not isinstance(local, MasterWeight):  # codes alone, whose views share a record
+    if isinstance(local, Weight) and not isinstance(
+        local, MasterWeight
+    ):  # codes alone, whose views share a record
         return None if local.record is None else (id(local.record), local.numel())
     # Freed memory, and that of no elements, is at 0.
     return (local.data_ptr(), local.numel()) if local.data_ptr() else None

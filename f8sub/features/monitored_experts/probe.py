@@ -114,9 +114,7 @@ class _Watch:
             parts = ((each, quantize_experts(each[None], format).of_group(0)) for each in values)
             self.sample.take(name, "dw", format, parts)
 
-    def _note_gradients_of_one(
-        self, name: str, index: int, recipe: Recipe, gradients: Any, _: Any
-    ) -> None:
+    def _note_gradients_of_one(self, name: str, index: int, recipe: Recipe, gradients: Any, _: Any) -> None:
         """Dx and dw of one expert, the first time; they add to what others have in the row."""
         if (name, index) in self._seen:
             return

@@ -68,7 +68,8 @@ class PrimaryLayers(LayerGuest):
 
     @override
     def deviation(self, layer: torch.nn.Module) -> str | None:
-        names = layer.converted.names_of(layer) if is_converted(layer) else ()
+        conversion: Any = layer.converted if is_converted(layer) else None
+        names = [] if conversion is None else conversion.names_of(layer)
         held = ((n, layer._parameters.get(n)) for n in names)
         primary = [n for n, w in held if w is not None and isinstance(local_tensor(w), PrimaryWeight)]
         if not primary:

@@ -172,5 +172,3 @@ def gradients_seen(
     """Hook of a node that makes dx and dw: look at both."""
     for role, gradient in zip(("dx", "dw"), gradients, strict=False):
         search.look(name, role, gradient)
-
-

@@ -23,7 +23,11 @@ def list_of_bf16() -> Any:
     )
 
 
-POLICIES = {"gemms": f8sub.checkpoint_policy("gemms"), "bf16": f8sub.checkpoint_policy(), "list": list_of_bf16}
+POLICIES = {
+    "gemms": f8sub.checkpoint_policy("gemms"),
+    "bf16": f8sub.checkpoint_policy(),
+    "list": list_of_bf16,
+}
 on_each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 

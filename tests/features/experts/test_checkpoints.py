@@ -1,4 +1,4 @@
-"""Experts that checkpoint inside their own forward: backward repeats in float8 what the forward computed, to the bit."""
+"""Experts that checkpoint inside their own forward: backward repeats what the forward computed, to the bit."""
 
 import functools
 import gc

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from f8sub.features.adapted_experts.adapted import own_parameter
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.experts.grouped_linear import Product, watchers
 from f8sub.features.experts.module import Float8Experts
-from f8sub.features.experts.owners import is_of, own_parameter
+from f8sub.features.experts.owners import is_of
 from f8sub.features.experts.seams import calls_grouped_linear, seam_of
 from f8sub.features.tools.find_nonfinite import Probe, Search, gradients_seen, probes
 from f8sub.torch_compat import is_metadata_inference
@@ -24,7 +25,8 @@ class ExpertsProbe(Probe):
 
     @override
     def begin(self, model: torch.nn.Module, search: Search) -> Callable[[], None]:
-        watched, handles = {}, []
+        watched: dict[torch.nn.Module, tuple[str, list[str]]] = {}
+        handles = []
         for fqn, module in model.named_modules():
             seam = seam_of(module)
             if isinstance(module, Float8Experts):

@@ -31,7 +31,7 @@ class _Factor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.name() != "aten::_grouped_mm":
-            raise RuntimeError(f"{func} of a factor of experts' product")
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
         return args[0].run()
 
 

@@ -96,6 +96,7 @@ COMPILATION = Need(
     "torch.compile",
     "train without torch.compile",
     {
+        "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer": "fn",
         "torch._higher_order_ops.wrap.TagActivationCheckpoint": "",
         "torch.compiler._is_compiling_flag": "",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "",
@@ -643,6 +644,14 @@ def is_metadata_inference() -> bool:
     return frame is not None
 
 
+def is_swapped_with_itself(tensor: torch.Tensor) -> bool:
+    """Whether this runs inside of ``torch.utils.swap_tensors(tensor, tensor)``, as a first parametrization calls it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "swap_tensors":
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("t1") is frame.f_locals.get("t2") is tensor
+
+
 def constant_result(function: Function) -> Function:
     """``torch.compiler.assume_constant_result`` without its ``import torch._dynamo``, which takes a second.
 
@@ -650,6 +659,14 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def change_and_restore(function: Callable[..., Any], *args: Any) -> None:
+    """Call, while dynamo traces, what writes to an object from before, and is undone before the trace is done.
+
+    In functions that compiled code checkpoints dynamo refuses to write to what is outside of them.
+    """
+    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
 
 
 def untraced(function: Function) -> Function:

@@ -1,5 +1,6 @@
 """Small models of the shapes FSDP2 meets in practice, with weights that do not depend on the rank."""
 
+import importlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -193,6 +194,7 @@ def _forward_metadata_inference(step: Callable[[], object]) -> None:
 
 def learning_shapes(step: Callable[[], object]) -> None:
     """Run ``step`` as a stage of torch's pipelines does before its first micro-batch, by torch's name for it."""
+    importlib.import_module("torch.distributed.pipelining.stage")  # as who has a stage did
     _forward_metadata_inference(step)
 
 

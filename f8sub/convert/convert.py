@@ -147,7 +147,7 @@ def _convert_selected(
             modules[fqn].__dict__.pop(SKIP_REASON, None)
         else:
             setattr(modules[fqn], SKIP_REASON, reason)
-    idle = sockets.idle_patterns(list(modules), asked, selection)
+    idle = sockets.idle_patterns(list(modules), asked, selection, linears)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
     chosen = []
     for fqn, reason in reasons.items():

@@ -81,5 +81,8 @@ too_small: Callable[[Mapping[str, torch.nn.Linear], int | None], dict[str, str]]
 nothing_converted: Callable[[torch.nn.Module, bool], None]
 """Says of a model without a layer to convert why, and what to do: an error where that is ``strict``."""
 
-idle_patterns: Callable[[list[str], dict[str, str | None], Any], tuple[str, ...]]
-"""Patterns that do nothing: of the names of all modules, the reasons of all layers, and the ``Selection``."""
+idle_patterns: Callable[
+    [list[str], dict[str, str | None], Any, Mapping[str, torch.nn.Linear]], tuple[str, ...]
+]
+"""Patterns that do nothing: of the names of all modules, the reasons of all layers, the ``Selection``, and the linear
+layers by name."""

@@ -74,7 +74,7 @@ class Float8Linear(torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         if self.plan.device.type != device:
             self.follow(x.device)
-        plan = self.plan if sockets.context_plan is None else sockets.context_plan(self)
+        plan = self.plan if sockets.context_plan is None else sockets.context_plan(self, weight)
         sources = CURRENT_SOURCES if plan.recipe.scaling is None else sockets.scaling(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         adds_bias = True
@@ -102,11 +102,7 @@ class Float8Linear(torch.nn.Linear):
         """
         if self.plan.device.type == device.type:
             return
-        if torch.compiler.is_compiling():
-            raise Float8ConfigError(
-                f"{self.fqn}: converted for {self.plan.device.type}, and compiled for {device.type}; move the model "
-                "with model.to(device), or call it once before it is compiled"
-            )
+        refuse_compiling(self.fqn, self.plan.device, device)
         self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
         for guest in sockets.guests:
             guest.planned(self.converted, [self.plan])
@@ -132,7 +128,7 @@ class Float8Linear(torch.nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.converted.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
+        if not keep_vars and "weight" in self._parameters:  # else parametrized, or pruned
             destination[f"{prefix}weight"] = exported(self.weight)
 
     def _load_from_state_dict(
@@ -146,7 +142,8 @@ class Float8Linear(torch.nn.Linear):
         self.converted.loaded()
         for guest in sockets.guests:
             guest.loaded(self, state_dict, prefix)
-        reassigned(self.converted.record_of(self, "weight"), weight, kind)
+        if "weight" in self._parameters:
+            reassigned(self.converted.record_of(self, "weight"), weight, kind)
 
     @property
     def how(self) -> str:
@@ -167,6 +164,15 @@ class Float8Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's, and ``how``."""
         return f"{super().extra_repr()}, {self.how}"
+
+
+def refuse_compiling(fqn: str, device: torch.device, new: torch.device) -> None:
+    """Raise a Float8ConfigError where ``torch.compile`` traces the first call on a device of another type."""
+    if torch.compiler.is_compiling():
+        raise Float8ConfigError(
+            f"{fqn}: converted for {device.type}, and compiled for {new.type}; move the model with model.to(device), "
+            "or call it once before it is compiled"
+        )
 
 
 class Float8Matmul(torch.autograd.Function):

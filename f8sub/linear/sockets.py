@@ -1,7 +1,7 @@
 """What features put into a layer: scales, forwards of DTensors, plans for a while, and what each says of the layer."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,9 +10,6 @@ from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import Sources
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
-
-if TYPE_CHECKING:
-    from f8sub.linear.float8_linear import Float8Linear
 
 
 class LayerGuest:
@@ -40,7 +37,7 @@ class LayerGuest:
         """What every rank must have alike of a layer, by its name in the error."""
         return {}
 
-    def deviation(self, layer: "Float8Linear") -> str | None:
+    def deviation(self, layer: torch.nn.Module) -> str | None:
         """What ``repr`` and reports say of a layer that is not as usual."""
         return None
 
@@ -72,10 +69,11 @@ placement: Callable[..., Placed]
 """Places a forward whose weight is a DTensor: layer, plan, weight, x, bias, and the sources of its operands."""
 one_node: Callable[..., torch.Tensor]
 """``placement`` and the GEMMs while ``torch.compile`` traces, of a weight or x that is a DTensor of float8."""
-context_plan: Callable[["Float8Linear"], Plan] | None = None
-"""The plan of a forward that begins now where contexts ask for it; None while none was ever entered."""
-remember: Callable[["Float8Linear", Plan, torch.Tensor], None]
-"""Takes the layer, its plan and its ``y`` after a forward, once ``context_plan`` is there."""
+context_plan: Callable[[Any, torch.Tensor], Any] | None = None
+"""The plan of a forward that begins now where contexts ask for it, of a layer and its weight; None while no context
+was ever entered."""
+remember: Callable[[Any, Any, torch.Tensor], None]
+"""Takes the layer, its plan and its ``y`` after a product, once ``context_plan`` is there."""
 how_kept: Callable[[torch.Tensor, Recipe], str]
 """What ``keep_x="auto"`` is for an x and a recipe, see ``saved_input.KEEP_X``."""
 multiply: Callable[..., torch.Tensor] = gemm_nt

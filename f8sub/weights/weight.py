@@ -25,7 +25,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import bound_hook, is_dtensor
+from f8sub.torch_compat import bound_hook, is_dtensor, is_swapped_with_itself
 from f8sub.weights.layout import lies_in_rows
 
 if TYPE_CHECKING:
@@ -132,6 +132,16 @@ class Weight(torch.Tensor):
     def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
         """What a state dict holds of ``parameter``, whose local tensor this is: the same memory, without a graph."""
         raise NotImplementedError
+
+    def _use_count(self) -> int:
+        """What ``torch.utils.swap_tensors`` asks, which refuses a third reference, such as a graph's that saved this.
+
+        ``torch.nn.utils.parametrize`` and ``Module.to`` swap weights of such classes, and write to all others, which a
+        graph does not prevent. With two references torch has backward of that graph raise an error; but with one that
+        is swapped with itself, which stays what it is.
+        """
+        count: int = super()._use_count()  # type: ignore[misc]
+        return 1 if is_swapped_with_itself(self) else min(count, 2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.plain

@@ -160,10 +160,10 @@ def adapters_apart(module: torch.nn.Module) -> Iterator[None]:
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A module's parameter, whatever parametrizations make of it."""
+    """A module's parameter, whatever parametrizations make of it; what they, or pruning, made of several tensors."""
+    if (parameter := module._parameters.get(name)) is not None:
+        return parameter
     lists: Any = module._modules.get("parametrizations")
-    if lists is not None and name in lists:
-        original: torch.Tensor = lists[name].original
-        return original
-    parameter: torch.Tensor = module._parameters[name]  # type: ignore[assignment]
-    return parameter
+    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
+    found: torch.Tensor = getattr(module, name) if original is None else original
+    return found

@@ -22,7 +22,7 @@ _HIGH_PRECISION = Recipe(
 
 
 class autocast:
-    """Run the forwards of converted layers inside the context with another recipe, or in high precision.
+    """Run the forwards of converted layers and experts in the context with another recipe, or in high precision.
 
         with f8sub.autocast(recipe="rowwise"):
             y = model(x)            # every converted layer with that recipe

@@ -10,7 +10,7 @@ in backward.
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from f8sub.features.primary_weights.primary_weight import PrimaryWeight
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import sockets
+from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import (
@@ -30,9 +31,6 @@ from f8sub.torch_compat import (
     is_to_be_executed,
     saved_tensors_hook,
 )
-
-if TYPE_CHECKING:
-    from f8sub.linear.float8_linear import Float8Linear
 
 
 class _Entry(threading.local):
@@ -93,8 +91,12 @@ def leave() -> None:
         _entry.innermost = _entry.innermost[2]
 
 
-def plan_in_use(layer: "Float8Linear") -> Plan:
+def plan_in_use(layer: Any, weight: torch.Tensor) -> Any:
     """The plan of a forward that begins now.
+
+    Args:
+        layer: a converted module.
+        weight: that it multiplies by.
 
     Raises:
         Float8ConfigError: the context's recipe cannot be used with the layer's weight as it was gathered or on the
@@ -107,8 +109,8 @@ def plan_in_use(layer: "Float8Linear") -> Plan:
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
         return layer.plan
-    asked = _asked(layer.plan.key, innermost[0], _is_codes(layer.weight), layer.keep_x)
-    plan: Plan | str = getattr(_plans, asked)
+    asked = _asked(layer.plan.key, innermost[0], _is_codes(weight), getattr(layer, "keep_x", AUTO))
+    plan: Any = getattr(_plans, asked)
     if isinstance(plan, str):
         raise Float8ConfigError(f"{layer.fqn}: {plan}")
     return plan
@@ -131,7 +133,7 @@ def _asked(own: str, key: str, codes: bool, keep_x: str) -> str:
         own: key of the plan that the layer was converted with; dynamo of 2.11 cannot hand over the plan itself.
         key: see ``key_of``.
         codes: see ``_is_codes``.
-        keep_x: the layer's.
+        keep_x: the layer's; experts have "auto".
     """
     name = f"{key} for {own}, codes={codes}, keep_x={keep_x}"
     if not hasattr(_plans, name):
@@ -139,7 +141,8 @@ def _asked(own: str, key: str, codes: bool, keep_x: str) -> str:
     return name
 
 
-def _make(own: Plan, recipe: Recipe, codes: bool, keep_x: str) -> Plan | str:
+def _make(own: Any, recipe: Recipe, codes: bool, keep_x: str) -> Any:
+    """The plan, of the kind of ``own``, or why there is none."""
     wire = own.recipe.fprop.b
     if codes and wire is not None and (reason := _why_not_readable(wire, recipe)):
         return (
@@ -152,7 +155,7 @@ def _make(own: Plan, recipe: Recipe, codes: bool, keep_x: str) -> Plan | str:
             "context with another recipe, or convert the layer with keep_x='auto'"
         )
     try:
-        return Plan.make(recipe, own.device, own.backend)
+        return type(own).make(recipe, own.device, own.backend)
     except Float8ConfigError as error:
         return f"recipe {recipe.name!r} of the context: {error}"
 
@@ -170,18 +173,18 @@ def _why_not_readable(wire: Float8Format, recipe: Recipe) -> str | None:
 class _Record:
     """What a layer's forwards used, for those that activation checkpointing may repeat."""
 
-    def __init__(self, layer: "Float8Linear") -> None:
+    def __init__(self, layer: Any) -> None:
         self._converted = layer.converted
-        self._nodes: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()
+        self._nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._changes = -1
-        self._without_graph: set[Plan] = set()
+        self._without_graph: set[Any] = set()
 
-    def of_graph(self, node: Any, plan: Plan) -> None:
+    def of_graph(self, node: Any, plan: Any) -> None:
         """Remember a forward by its node, for as long as its graph lives."""
         with _lock:
             self._nodes[node] = plan
 
-    def without_graph(self, plan: Plan) -> None:
+    def without_graph(self, plan: Any) -> None:
         """Remember a forward without a graph, of reentrant checkpointing maybe, until the weights change."""
         with _lock:
             if self._changes != self._converted.changes:
@@ -189,12 +192,12 @@ class _Record:
                 self._without_graph.clear()
             self._without_graph.add(plan)
 
-    def executed(self) -> set[Plan]:
+    def executed(self) -> set[Any]:
         """Plans of the forwards whose graph is being executed."""
         with _lock:
             return {plan for node, plan in self._nodes.items() if _is_executed(node)}
 
-    def others(self, own: Plan) -> set[Plan]:
+    def others(self, own: Any) -> set[Any]:
         """Plans but ``own`` of forwards without a graph.
 
         Those from before the weights changed are forgotten with the next such forward, not here: an optimizer may have
@@ -204,23 +207,23 @@ class _Record:
             return self._without_graph - {own}
 
 
-_records: weakref.WeakKeyDictionary["Float8Linear", _Record] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[torch.nn.Module, _Record] = weakref.WeakKeyDictionary()
 
 
-def _record_of(layer: "Float8Linear") -> _Record:
+def _record_of(layer: torch.nn.Module) -> _Record:
     with _lock:
         if layer not in _records:
             _records[layer] = _Record(layer)
         return _records[layer]
 
 
-def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
+def remember(layer: torch.nn.Module, plan: Any, y: torch.Tensor) -> None:
     """Remember the forward that made ``y``, if it may be repeated where its context is not entered again.
 
     Args:
         layer: that ran.
         plan: that it used.
-        y: what the forward's one node returned.
+        y: what the product's one node returned.
     """
     if torch.compiler.is_compiling():
         return
@@ -234,7 +237,7 @@ def remember(layer: "Float8Linear", plan: Plan, y: torch.Tensor) -> None:
         _record_of(layer).without_graph(plan)
 
 
-def _plan_of_repeated(layer: "Float8Linear") -> Plan:
+def _plan_of_repeated(layer: Any) -> Any:
     record = _record_of(layer)
     plans = record.executed()
     if len(plans) == 1:

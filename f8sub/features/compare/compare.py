@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from f8sub.convert.checks import is_converted
 from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError
 from f8sub.features.checked_loss.checked_loss import checked_loss
 from f8sub.features.compare.comparison import NOISE, REFERENCE, Comparison, Gradient
 from f8sub.features.compare.other_order import OtherOrder
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import is_dtensor
@@ -84,7 +84,7 @@ def _check(model: torch.nn.Module) -> None:
             "compare copies the model, and this one is spread over ranks; call it before fully_shard, "
             "parallelize_module and DistributedDataParallel"
         )
-    if any(isinstance(module, Float8Linear) for module in model.modules()):
+    if any(map(is_converted, model.modules())):
         raise Float8ConfigError(
             "compare converts copies of the model, and this one is converted already; call it before "
             "convert_to_float8, or convert_from_float8 first"

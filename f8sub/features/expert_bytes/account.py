@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import is_converted
+from f8sub.features.adapted_experts.adapted import own_parameter
 from f8sub.features.expert_operands.groups import aligned_rows, start_of_groups
 from f8sub.features.experts.module import Float8Experts
 from f8sub.features.experts.seams import seam_of
@@ -29,7 +30,7 @@ def expert_bytes(model: torch.nn.Module, tokens: int, dtype: torch.dtype) -> Ite
     for fqn, module in found.items():
         for product in expert_products(model, fqn, None):
             name = product.fqn.removeprefix(f"{fqn}.")
-            weight = WeightBytes.of(module._parameters[name], sharded=module in sharded)
+            weight = WeightBytes.of(own_parameter(module, name), sharded=module in sharded)
             yield _described(module, name, product, weight, round(tokens * product.uses), dtype)
 
 
@@ -37,7 +38,7 @@ def _described(
     module: Any, name: str, product: Product, weight: WeightBytes, rows: int, dtype: torch.dtype
 ) -> LayerBytes:
     """Of one weight, of whose tokens' copies there are ``rows``, those of all experts."""
-    learns = module._parameters[name].requires_grad
+    learns = own_parameter(module, name).requires_grad
     x = 0 if product.shares_x or not learns else rows * product.cols * dtype.itemsize
     plain = weight.in_high_precision(x, dtype)
     shape = product.experts, product.rows, product.cols

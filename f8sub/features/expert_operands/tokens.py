@@ -50,8 +50,8 @@ class Tokens(NamedTuple):
         part = slice(index, index + 1) if edge == ALL else slice(first // edge, -(-end // edge))
         scale = self.scale_inv[part]
         if self.contracted:
-            return Operand(self.data[:, first:end], scale.t().contiguous(), self.format)
-        return Operand(self.data[first:end], scale, self.format)
+            return Operand(self.data[:, first:end], as_rows(scale.t()), self.format)
+        return Operand(self.data[first:end], as_rows(scale), self.format)
 
     def dequantize(self, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
         """The values of each row of ``groups``, (groups.rows, K); those of no group are zero."""
@@ -69,6 +69,11 @@ class Tokens(NamedTuple):
             self.scale_inv.float()[tile], Tile(1, cols), torch.Size((groups.rows, codes.shape[1]))
         )
         return codes.view(torch.uint8)[place].view(codes.dtype), scale, is_none
+
+
+def as_rows(scale_inv: torch.Tensor) -> torch.Tensor:
+    """A row-major copy, whose strides are those of its shape: ``contiguous`` leaves any where a dimension is 1."""
+    return torch.empty_like(scale_inv, memory_format=torch.contiguous_format).copy_(scale_inv)
 
 
 def empty_scale_inv(

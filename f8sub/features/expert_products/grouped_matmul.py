@@ -92,7 +92,7 @@ class GroupedMatmul(torch.autograd.Function):
 
 
 def _values(w: torch.Tensor, call: Call) -> torch.Tensor:
-    """(E, N, K) in the call's dtype, of a weight that is not gathered in float8."""
+    """(E, N, K) in the call's dtype; what the codes stand for of a weight that is gathered in float8."""
     values = _as_stored(w, call.dtype)
     return values.transpose(1, 2) if call.transposed else values
 
@@ -101,7 +101,7 @@ def _as_stored(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A weight's values in ``dtype``; no MasterWeight in eager code."""
     if isinstance(w, MasterWeight) and not torch.compiler.is_compiling():
         return w.plain.to(dtype)
-    return w.to(dtype)
+    return (w.dequantize() if isinstance(w, Float8Tensor) else w).to(dtype)
 
 
 def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: Call) -> ExpertWeights:

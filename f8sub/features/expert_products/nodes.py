@@ -3,14 +3,17 @@
 ``torch.compile`` must not look into them: backends read where groups lie, or launch kernels of their own.
 """
 
+import functools
 from typing import Any
 
 import torch
 
+from f8sub.features.checkpointing.policy import PRODUCTS
 from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.tokens import Tokens
 from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.features.expert_products import products
+from f8sub.features.expert_products.seen_as_one import seen_as_one
 from f8sub.formats import Float8Format
 from f8sub.kernels.ops import operator
 from f8sub.recipe import GemmSpec
@@ -23,7 +26,8 @@ def rows(
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        return products.multiply_rows(backend, a, b, groups, dtype, spec.fast_accum)
+        multiply = functools.partial(products.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
+        return seen_as_one(multiply, a.data, b.data, groups.ends)
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
@@ -49,7 +53,8 @@ def weights(
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``products.high_precision_rows``."""
     if not torch.compiler.is_compiling():
-        return products.high_precision_rows(x, w, groups)
+        multiply = functools.partial(products.high_precision_rows, x, w, groups)
+        return seen_as_one(multiply, x, w, groups.ends)
     found: torch.Tensor = _plain_rows_as_one_node(x, w, groups.first, groups.ends)
     return found
 
@@ -133,3 +138,5 @@ _plain_weights_as_one_node = operator(
     "grouped_weights_in_high_precision",
     lambda dy, x, first, ends: dy.new_empty((first.shape[0], dy.shape[1], x.shape[1])),
 )
+
+PRODUCTS.update((_rows_as_one_node, _plain_rows_as_one_node))

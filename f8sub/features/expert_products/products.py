@@ -6,8 +6,8 @@ and dgrad; and over the tokens of each expert, (N, M) x (K, M) -> (E, N, K), whi
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.tokens import Tokens
 from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels import reference
-from f8sub.kernels.gemm.select import REFERENCE
+from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, Plan, gemm_nt, plan_numbers
 from f8sub.kernels.triton import grouped_mm
 from f8sub.kernels.triton.grouped_gemm_config import Rows
 from f8sub.recipe import GemmSpec, Recipe
@@ -138,21 +137,27 @@ def _dequantized_weights(
     return dw.to(out_dtype)
 
 
-def _reference_rows(
-    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+def _rows_one_by_one(
+    backend: str,
+    a: Tokens,
+    b: ExpertWeights,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
 ) -> torch.Tensor:
+    """Each expert's product by itself, as a linear layer with that backend makes it."""
     out = a.scale_inv.new_zeros((groups.rows, b.data.shape[1]), dtype=out_dtype)
     for index, ((first, end), (start, stop)) in enumerate(
         zip(groups.host_bounds, a.groups.host_bounds, strict=True)
     ):
         if end > first:
             part = a.of_group(index, start, stop)
-            out[first:end] = reference.gemm_nt(part, b.of_group(index), out_dtype, fast_accum)
+            out[first:end] = gemm_nt(backend, part, b.of_group(index), out_dtype, fast_accum)
     return out
 
 
-def _reference_weights(
-    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+def _weights_one_by_one(
+    backend: str, a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     shape = len(groups.ends), a.data.shape[0], b.data.shape[0]
     out = a.scale_inv.new_zeros(shape, dtype=out_dtype)
@@ -160,8 +165,21 @@ def _reference_weights(
     for index, (of_a, of_b) in enumerate(bounds):
         if of_a[1] > of_a[0]:
             left, right = a.of_group(index, *of_a), b.of_group(index, *of_b)
-            out[index] = reference.gemm_nt(left, right, out_dtype, fast_accum)
+            out[index] = gemm_nt(backend, left, right, out_dtype, fast_accum)
     return out
+
+
+def _one_by_one(
+    backend: str, why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+) -> GroupedBackend:
+    rows, weights = (functools.partial(run, backend) for run in (_rows_one_by_one, _weights_one_by_one))
+    return GroupedBackend(why_not, rows, weights, clears=True)
+
+
+def _why_not_scaled_mm(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"multiplies experts one by one on a CPU, not on {device.type}"
+    return GEMM[SCALED_MM].why_not(a, b, device)
 
 
 GROUPED = {
@@ -170,14 +188,17 @@ GROUPED = {
     ),
     "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
-    REFERENCE: GroupedBackend(lambda a, b, device: None, _reference_rows, _reference_weights, clears=True),
+    SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
+    REFERENCE: _one_by_one(REFERENCE, lambda a, b, device: None),
 }
-"""Backends by name, the fastest first: docs/experts.md has the figures. The reference reads on the host where groups
-lie, so that it makes a GPU wait."""
+"""Backends by name, the fastest first: docs/experts.md has the figures. The last two read on the host where groups lie,
+so that they would make a GPU wait."""
 
+ON_CPU = SCALED_MM, REFERENCE
+"""What "auto" takes on a CPU: what multiplies a linear layer there, so that both have the same bits."""
 
-ASKED_AS = {"scaled_mm": "scaled_grouped_mm"}
-"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here."""
+ASKED_AS = {SCALED_MM: "scaled_grouped_mm"}
+"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here on a GPU."""
 
 
 def multiply_rows(
@@ -215,7 +236,7 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
 class GroupedPlan:
     """A recipe bound to a device: the backend of each grouped product, None where it stays in high precision.
 
-    ``backend`` is what was asked for.
+    ``backend`` is what was asked for, and ``key`` its own in ``Plan.made``.
     """
 
     recipe: Recipe
@@ -224,6 +245,7 @@ class GroupedPlan:
     wgrad: str | None
     device: torch.device
     backend: str
+    key: str
 
     @classmethod
     @functools.cache
@@ -238,7 +260,7 @@ class GroupedPlan:
         Raises:
             Float8ConfigError: a backend that cannot run the recipe.
         """
-        asked = ASKED_AS.get(backend, backend)
+        asked = ASKED_AS.get(backend, backend) if device.type == "cuda" else backend
         specs = recipe.fprop, recipe.dgrad, recipe.wgrad
         if is_one_by_one(recipe):
             if device.type not in ("cpu", "meta") or asked not in ("auto", REFERENCE):
@@ -248,7 +270,18 @@ class GroupedPlan:
                 )
             asked = REFERENCE
         fprop, dgrad, wgrad = (_select(spec, device, asked) for spec in specs)
-        return cls(recipe, fprop, dgrad, wgrad, device, backend)
+        return cls._of(recipe, fprop, dgrad, wgrad, device, backend)
+
+    @classmethod
+    @functools.cache
+    def _of(cls, *fields: Any) -> "GroupedPlan":
+        plan = cls(*(*fields, f"experts {next(plan_numbers)}"))
+        Plan.made[plan.key] = plan
+        return plan
+
+    def __reduce__(self) -> tuple[Callable[..., "GroupedPlan"], tuple[Any, ...]]:
+        """As ``Plan``'s."""
+        return GroupedPlan._of, tuple(getattr(self, each.name) for each in fields(self) if each.name != "key")
 
     @property
     def described(self) -> str:
@@ -274,25 +307,25 @@ ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which 
 def is_one_by_one(recipe: Recipe) -> bool:
     """Whether each expert is multiplied by itself, see ``one_by_one``."""
     formats = [format for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) for format in (spec.a, spec.b)]
-    return any(
-        format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
-        for format in formats
-        if format is not None
-    )
+    return any(is_one_by_one_format(format) for format in formats if format is not None)
+
+
+def is_one_by_one_format(format: Float8Format) -> bool:
+    """Whether a matrix of the format has codes for itself alone, not as a part of a larger one."""
+    return format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
 
 
 def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
-    """Name of the backend that runs ``spec``; the reference runs unasked on a CPU alone, where it waits for nothing."""
+    """Name of the backend that runs ``spec``; on a CPU "auto" is what a linear layer has there."""
     if backend != "auto" and backend not in GROUPED:
         raise Float8ConfigError(
             f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(GROUPED)}"
         )
     if spec.a is None or spec.b is None:
         return None
-    if backend == "auto" and device.type in ("cpu", "meta"):
-        return REFERENCE
+    on_cpu = device.type in ("cpu", "meta")
     reasons = {}
-    for name in GROUPED if backend == "auto" else [backend]:
+    for name in (ON_CPU if on_cpu else GROUPED) if backend == "auto" else [backend]:
         if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
             return name
         reasons[name] = reason

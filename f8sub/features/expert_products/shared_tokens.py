@@ -65,9 +65,6 @@ _scopes = _Scopes()
 @contextlib.contextmanager
 def sharing() -> Iterator[None]:
     """Products within it cast tokens once that they share."""
-    if torch.compiler.is_compiling():
-        yield
-        return
     _scopes.stack.append(_Scope())
     try:
         yield

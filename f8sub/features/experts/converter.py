@@ -11,9 +11,11 @@ from f8sub.convert.filters import why_not_weight
 from f8sub.convert.sockets import Converter, converters
 from f8sub.features.estimate_experts.gain import of_module, why_left
 from f8sub.features.expert_products.products import GroupedPlan
+from f8sub.features.experts import owners
 from f8sub.features.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.features.experts.seams import seam_of
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS, refuse_unknown_experts
+from f8sub.features.primary_weights.masters import refuse_delayed
 from f8sub.formats import MULTIPLE
 from f8sub.linear.sockets import guests
 from f8sub.recipe import Recipe
@@ -43,6 +45,8 @@ class ExpertsConverter(Converter):
     ) -> str | None:
         if not options["experts"]:
             return "experts=True converts it"
+        if options.get("primary_weights") and recipe is not None:
+            refuse_delayed(fqn or "(root)", recipe)
         if options["experts"] != AUTO_EXPERTS or recipe is None or self.why_not(modules[fqn]) is not None:
             return None
         gain = of_module(modules, fqn, recipe, options["tokens"])
@@ -89,6 +93,7 @@ class ExpertsConverter(Converter):
     def revert(self, module: torch.nn.Module) -> None:
         if isinstance(module, Float8Experts):
             plain = plain_class(module)
+            owners.leave(module)
             for guest in guests:
                 guest.left(module)
             for name in _OWN:

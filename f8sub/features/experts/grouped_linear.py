@@ -14,35 +14,63 @@ from f8sub.features.expert_products.grouped_matmul import Call, GroupedMatmul
 from f8sub.features.expert_products.high_precision import by_groups
 from f8sub.features.expert_products.products import GroupedPlan, is_one_by_one
 from f8sub.features.expert_products.shared_tokens import ends_of, sharing
-from f8sub.features.experts import one_by_one
+from f8sub.features.experts import one_by_one, owners
 from f8sub.features.experts.transposed import Transposed
-from f8sub.features.forwards.forwards import sources_of
+from f8sub.features.forwards.forwards import plan_of, sources_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.linear import sockets
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, constant_result, is_dtensor
+from f8sub.torch_compat import apply, autocast_dtype, change_and_restore, constant_result, is_dtensor
 
 
 class Product(NamedTuple):
-    """What a call of ``grouped_linear`` multiplied, as it lies on this rank, and the result."""
+    """What ``grouped_linear`` multiplied, as it lies on this rank, and the result; without a recipe no ``call``."""
 
     x: torch.Tensor
     weight: torch.Tensor
     groups: Groups
-    call: Call
+    call: Call | None
     y: torch.Tensor
 
 
-watchers: list[Callable[[str, Product], None]] = []
-"""Called after every product in float8, with the name of the converted module whose forward runs."""
+watchers: list[Callable[[Any, Product], None]] = []
+"""Called after every product, with the converted module whose forward runs, or that the weight is of."""
 
 
 class Forward:
     """A forward of a converted module, which has a plan, a name and weights; and whether it multiplied."""
 
     def __init__(self, module: Any) -> None:
-        self.module, self.multiplied = module, False
+        self.module, self._called = module, False
+
+    def calls(self) -> None:
+        """A product was called."""
+        if torch.compiler.is_compiling():
+            _multiplies(type(self.module).__name__)
+        else:
+            self._called = True
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether it called a product, or compiled code in it has one."""
+        return self._called or _is_traced(type(self.module).__name__)
+
+
+_traced: set[str] = set()
+"""The classes whose products were ever traced; not the modules, for equal blocks share their compiled code."""
+
+
+@constant_result
+def _multiplies(kind: str) -> None:
+    """Enter a class in ``_traced`` at once: in a checkpointed function dynamo refuses to write to what is outside."""
+    _traced.add(kind)
+
+
+@constant_result
+def _is_traced(kind: str) -> bool:
+    return kind in _traced
 
 
 class _Running(threading.local):
@@ -58,12 +86,20 @@ _running = _Running()
 @contextlib.contextmanager
 def running(module: torch.nn.Module) -> Iterator[Forward]:
     """Calls of ``grouped_linear`` without a recipe take this module's plan, and their errors its name."""
-    _running.stack.append(Forward(module))
+    stack, forward = _running.stack, Forward(module)
+    if torch.compiler.is_compiling():
+        change_and_restore(stack.append, forward)
+        try:
+            yield forward
+        finally:
+            change_and_restore(stack.pop)
+        return
+    stack.append(forward)
     try:
         with sharing():
-            yield _running.stack[-1]
+            yield forward
     finally:
-        _running.stack.pop()
+        stack.pop()
 
 
 def grouped_linear(
@@ -85,7 +121,8 @@ def grouped_linear(
             of a DTensor this rank's experts.
         offs: integers, (E,): the row after each expert's last one, as ``torch.nn.functional.grouped_mm`` takes it.
             Rows past the last are of no expert; y and dx are zero there.
-        recipe: None for that of the converted module whose forward calls this, and high precision in any other.
+        recipe: None for that of the converted module whose forward calls this or that the weight is of, or of the
+            context that ``autocast`` entered for it; high precision in any other.
         transposed: whether the weight is stored as (E, K, N).
         backend: see ``GroupedPlan.make``; with a recipe only.
 
@@ -101,32 +138,61 @@ def grouped_linear(
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
-    module, plan, fqn = None, None, "grouped_linear"
-    if _running.stack:
-        _running.stack[-1].multiplied = True
-        module = _running.stack[-1].module
-        plan, fqn = module.plan, module.fqn
-    if recipe is not None:
-        plan = _plan_of(recipe, x.device.type, backend)
+    owner = _module_of(weight)
+    fqn = "grouped_linear" if owner is None else owner.fqn
+    module, plan = (owner, None) if recipe is None else (None, _plan_of(recipe, x.device.type, backend))
+    if module is not None:
+        plan = _plan_in_use(module, x, weight)
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
-        sources = _sources_of(None if recipe is not None else module, fqn, plan.recipe, weight)
+        sources = _sources_of(module, fqn, plan.recipe, weight)
     weight = local_part(weight)
     _check(fqn, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        return by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
+        y = by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
+        for watch in watchers:
+            watch(owner, Product(x, weight, groups, None, y))
+        return y
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
-    dtype = autocast_dtype(x.device.type) or x.dtype
-    if is_one_by_one(plan.recipe):
-        return one_by_one.linear(x, weight, groups, plan.recipe, dtype, transposed)
-    call = Call(plan, dtype, transposed, sources)
-    y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
+    call = Call(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
+    y = multiply(x, weight, groups, call)
+    if sockets.context_plan is not None and module is not None:
+        sockets.remember(module, plan, y)
     for watch in watchers:
-        watch(fqn, Product(x, weight, groups, call, y))
+        watch(owner, Product(x, weight, groups, call, y))
     return y
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: Call) -> torch.Tensor:
+    """The product of a call: that of all groups, or each expert's by itself where its recipe has no other."""
+    if is_one_by_one(call.plan.recipe):
+        return one_by_one.linear(x, weight, groups, call.plan.recipe, call.dtype, call.transposed)
+    y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
+    return y
+
+
+def _module_of(weight: torch.Tensor) -> Any:
+    """The converted module whose forward runs, or that the weight is of; None for no module."""
+    if not _running.stack:
+        return owners.owner_of(weight)
+    forward = _running.stack[-1]
+    forward.calls()
+    return forward.module
+
+
+def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedPlan:
+    if module.plan.device.type != (device := x.device).type:
+        module.follow(device)
+    plan: GroupedPlan = module.plan
+    if sockets.context_plan is None and torch.compiler.is_compiling():
+        return plan
+    name = owners.name_in(module, weight)
+    if name is None:
+        owners.note(module, weight)
+    return plan_of(module, weight if name is None else own_parameter(module, name))  # type: ignore[no-any-return]
 
 
 class _Plans:
@@ -154,10 +220,8 @@ def _named(recipe: str, device: str, backend: str) -> str:
 
 def _sources_of(module: Any, fqn: str, recipe: Recipe, weight: torch.Tensor) -> Sources:
     """The sources of a product with a weight of a converted module, which holds what they are made of."""
-    for name in () if module is None else module.weights:
-        parameter = own_parameter(module, name)
-        if weight is parameter or weight._base is parameter:
-            return sources_of(module, recipe, name)
+    if module is not None and (name := owners.name_in(module, weight)) is not None:
+        return sources_of(module, recipe, name)
     raise Float8ConfigError(
         f"{fqn}: recipe {recipe.name!r} keeps a past of each weight, and this weight of {tuple(weight.shape)} is no "
         "parameter of a converted module whose forward runs, nor a view of one; convert the module, give "

@@ -8,15 +8,17 @@ import torch
 from typing_extensions import override
 
 from f8sub.errors import Float8ConfigError, jit_error
-from f8sub.features.adapted_experts.adapted import adapters_apart
+from f8sub.features.adapted_experts.adapted import adapters_apart, own_parameter
 from f8sub.features.expert_operands.weights import ExpertWeights, stored_format
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
 from f8sub.features.expert_products.products import GroupedPlan
+from f8sub.features.experts import owners
 from f8sub.features.experts.grouped_linear import grouped_linear, local_part, running
 from f8sub.features.experts.seams import Seam
 from f8sub.features.forwards.forwards import sources_of
 from f8sub.formats import Float8Format
 from f8sub.linear import sockets
+from f8sub.linear.float8_linear import refuse_compiling
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import casting, check_not_raw, exported, local_tensor
@@ -68,7 +70,7 @@ class Float8Experts(torch.nn.Module):
         format = self.plan.recipe.fprop.b
         if format is None:
             return None
-        rows = self._parameters[name].shape[1]  # type: ignore[union-attr]
+        rows = own_parameter(self, name).shape[1]
         return stored_format(format, rows, self.weights[name])
 
     def rowwise(self, name: str, dtype: torch.dtype) -> ExpertWeights:
@@ -77,7 +79,7 @@ class Float8Experts(torch.nn.Module):
         if format is None:
             raise RuntimeError(f"{self.fqn}.{name} is read in high precision, so it has no codes")
         call = Call(self.plan, dtype, self.weights[name], sources_of(self, self.plan.recipe, name))
-        return rowwise_of_experts(local_part(self._parameters[name]), format, call)  # type: ignore[arg-type]
+        return rowwise_of_experts(local_part(own_parameter(self, name)), format, call)
 
     def is_gathered(self, name: str) -> bool:
         """Whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""
@@ -86,6 +88,7 @@ class Float8Experts(torch.nn.Module):
 
     def enter_weights(self) -> None:
         """Enter the weights among those that were converted together."""
+        owners.enter(self)
         for name in self.weights:
             gathered = self.is_gathered(name)
             self.converted.add(self, name, f"{self.fqn}.{name}", self.format_of(name), gathered)
@@ -93,6 +96,7 @@ class Float8Experts(torch.nn.Module):
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the module came to a device of another type."""
         if self.plan.device.type != device.type:
+            refuse_compiling(self.fqn, self.plan.device, device)
             self.plan = GroupedPlan.make(self.plan.recipe, torch.device(device.type), self.plan.backend)
 
     @property
@@ -103,7 +107,7 @@ class Float8Experts(torch.nn.Module):
         if in_high_precision:
             which = "" if len(in_high_precision) == len(self.weights) else f"{', '.join(in_high_precision)} "
             words.append(f"{which}gathered in high precision")
-        return ", ".join(words)
+        return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
 
     def extra_repr(self) -> str:
         """That of its class, and ``how``."""
@@ -111,8 +115,8 @@ class Float8Experts(torch.nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float8Experts":
         super()._apply(casting(self.fqn, fn), recurse)  # type: ignore[no-untyped-call]
-        weight = next(iter(self._parameters[name] for name in self.weights))
-        if weight is not None and not weight.is_meta:
+        weight = own_parameter(self, next(iter(self.weights)))
+        if not weight.is_meta:
             self.follow(weight.device)
         return self
 
@@ -120,14 +124,19 @@ class Float8Experts(torch.nn.Module):
         self.converted.settle()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
-            for name in self.weights:
+            for name in self._held:
                 destination[f"{prefix}{name}"] = exported(self._parameters[name])  # type: ignore[arg-type]
+
+    @property
+    def _held(self) -> list[str]:
+        """The weights that are parameters: neither parametrized nor pruned."""
+        return [name for name in self.weights if self._parameters.get(name) is not None]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
-        before = {name: self._parameters[name] for name in self.weights}
+        before = {name: self._parameters[name] for name in self._held}
         kinds = {name: type(local_tensor(weight)) for name, weight in before.items() if weight is not None}
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -140,17 +149,20 @@ class Float8Experts(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.enter_weights()
-        for name in self.weights:
+        for name in self._held:
             local = local_tensor(self._parameters[name])  # type: ignore[arg-type]
             if isinstance(local, MasterWeight):
                 local.cell.take(self.converted.record_of(self, name))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name to be found by; that of what was converted has.
-        return _new_module, (plain_class(self),), self.__dict__
+        return _new_module, (plain_class(self),), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise jit_error(self.fqn, "traced")
+
+    def __prepare_scriptable__(self) -> Any:
+        raise jit_error(self.fqn, "scripted")
 
 
 def _is_empty(given: Any) -> bool:

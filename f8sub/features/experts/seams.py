@@ -79,6 +79,12 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     return None
 
 
+def calls_grouped_linear(module: torch.nn.Module) -> bool:
+    """Whether the own forward of a module of experts multiplies by ``grouped_linear``, converted or not."""
+    seam = next((_registered[cls] for cls in type(module).__mro__ if cls in _registered), None)
+    return seam is not None and seam.forward is None
+
+
 _OF_TRANSFORMERS = ("is_transposed", "has_gate", "has_bias", "num_experts", "_apply_gate")
 """What ``use_experts_implementation`` of transformers 5 gives to each of its modules of experts."""
 

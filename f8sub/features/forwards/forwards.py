@@ -1,17 +1,17 @@
 """The plan of a forward that begins now, and where its scales come from."""
 
+from typing import Any
+
 import torch
 
-from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import sockets
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 
 
-def plan_of(layer: Float8Linear) -> Plan:
-    """The plan of a forward that begins now."""
-    return layer.plan if sockets.context_plan is None else sockets.context_plan(layer)
+def plan_of(layer: Any, weight: torch.Tensor) -> Any:
+    """The plan of a forward of a converted module that begins now, for its product with ``weight``."""
+    return layer.plan if sockets.context_plan is None else sockets.context_plan(layer, weight)
 
 
 def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:

@@ -90,8 +90,9 @@ class KeepX(sockets.LayerGuest):
         return {"keep_x": layer.keep_x} if isinstance(layer, Float8Linear) else {}
 
     @override
-    def deviation(self, layer: Float8Linear) -> str | None:
-        return None if layer.keep_x == AUTO else f"keep_x={layer.keep_x}"
+    def deviation(self, layer: torch.nn.Module) -> str | None:
+        keep_x = layer.keep_x if isinstance(layer, Float8Linear) else AUTO
+        return None if keep_x == AUTO else f"keep_x={keep_x}"
 
 
 sockets.guests.append(KeepX())

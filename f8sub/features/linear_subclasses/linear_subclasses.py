@@ -42,7 +42,7 @@ def plain_class_of(cls: type[Float8Linear]) -> type[torch.nn.Linear]:
 
 def _reduce(layer: Float8Linear, protocol: Any) -> Any:
     """Copies and pickles name the class that was converted: one of two has no name to be found by."""
-    return _new_layer, (plain_class(layer),), layer.__dict__
+    return _new_layer, (plain_class(layer),), layer.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def _new_layer(cls: type[torch.nn.Linear]) -> Float8Linear:

@@ -156,7 +156,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         selection = Selection(layer_recipes(DEFAULT), layer_keep_x("auto"), skip=skip)
         reasons = selection.reasons(modules, linears) | other_reasons(modules, selection, options)
         if skip:
-            sockets.idle_patterns(list(modules), reasons, selection)
+            sockets.idle_patterns(list(modules), reasons, selection, linears)
     else:
         if skip:
             warnings.warn(

@@ -142,7 +142,7 @@ class Sample:
         with torch.no_grad():
             x: torch.Tensor = args[0] if args else kwargs["input"]
             weight: torch.Tensor = layer.weight
-            plan = plan_of(layer)
+            plan = plan_of(layer, layer.weight)
             recipe = plan.recipe
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)

@@ -15,13 +15,17 @@ from f8sub.features.expert_operands.groups import Groups
 from f8sub.features.expert_operands.quantize import quantize_experts
 from f8sub.features.expert_prior_scales.casts import cast_tokens
 from f8sub.features.expert_products.grouped_matmul import Call, rowwise_of_experts
-from f8sub.features.experts.grouped_linear import Product, local_part, watchers
+from f8sub.features.expert_products.products import is_one_by_one, is_one_by_one_format
+from f8sub.features.experts.grouped_linear import Product, watchers
 from f8sub.features.experts.module import Float8Experts
+from f8sub.features.experts.owners import name_in
 from f8sub.features.monitor.sample import Probe, Sample, each_element, node_of, part_of, probes
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format, Operand, present
+from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, ScaleSource
+from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor, is_metadata_inference
+from f8sub.torch_compat import is_metadata_inference
 from f8sub.weights.weight import Weight, master_of
 
 Parts = Iterable[tuple[torch.Tensor, Operand]]
@@ -55,33 +59,35 @@ def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
 class _Watch:
     def __init__(self, sample: Sample, modules: dict[str, Float8Experts]) -> None:
         self.sample = sample
-        self.modules = {module.fqn: (name, module) for name, module in modules.items()}
-        self._seen: set[str] = set()
+        self.names = {module: name for name, module in modules.items()}
+        self._seen: set[Any] = set()
 
-    def __call__(self, fqn: str, product: Product) -> None:
+    def __call__(self, module: Any, product: Product) -> None:
         """Measure a product of a module of the model, the first one of its weight with a gradient."""
-        if fqn not in self.modules or not product.y.requires_grad or is_metadata_inference():
+        call = product.call
+        if module not in self.names or call is None or not product.y.requires_grad or is_metadata_inference():
             return
-        module_name, module = self.modules[fqn]
-        attribute = next((a for a in module.weights if _is_of(product.weight, module._parameters[a])), None)
-        name = f"{module_name}.{attribute}"
+        attribute = name_in(module, product.weight)
+        name = f"{self.names[module]}.{attribute}"
         if attribute is None or name in self._seen:
             return
         self._seen.add(name)
-        recipe = product.call.plan.recipe
+        recipe, groups = call.plan.recipe, product.groups
         with torch.no_grad():
-            x = product.x.to(product.call.dtype)
-            self._tokens(name, "x", x, product.groups, recipe.fprop.a, product.call.sources.x)
-            self._tokens(name, "y", product.y, product.groups, recipe.fprop.a)
+            self._tokens(name, "x", product.x.to(call.dtype), groups, recipe.fprop.a, call.sources.x)
+            self._tokens(name, "y", product.y, groups, recipe.fprop.a)
             if recipe.fprop.b is not None and self.sample.wants(name, "w"):
-                self.sample.take(
-                    name, "w", recipe.fprop.b, _weights(module, attribute, product, recipe.fprop.b)
-                )
+                parts = _weights(module, attribute, product.weight, call, recipe.fprop.b)
+                self.sample.take(name, "w", recipe.fprop.b, parts)
         format = recipe.dgrad.a or recipe.wgrad.a
         # Hooks hold no product: it holds y, which holds them, where no garbage collector sees it.
-        groups, call = product.groups, product.call
         product.y.register_hook(functools.partial(self._note_dy, name, groups, call, format))
-        if self.sample.wants(name, "dx") or self.sample.wants(name, "dw"):
+        if not (self.sample.wants(name, "dx") or self.sample.wants(name, "dw")):
+            return
+        if is_one_by_one(recipe):
+            for index, node in enumerate(_nodes_of_experts(product.y)):
+                node.register_hook(functools.partial(self._note_gradients_of_one, name, index, recipe))
+        else:
             node = node_of(product.y, "GroupedMatmul")
             node.register_hook(functools.partial(self._note_gradients, name, groups, call))
 
@@ -108,6 +114,18 @@ class _Watch:
             parts = ((each, quantize_experts(each[None], format).of_group(0)) for each in values)
             self.sample.take(name, "dw", format, parts)
 
+    def _note_gradients_of_one(self, name: str, index: int, recipe: Recipe, gradients: Any, _: Any) -> None:
+        """Dx and dw of one expert, the first time; they add to what others have in the row."""
+        if (name, index) in self._seen:
+            return
+        self._seen.add((name, index))
+        with torch.no_grad():
+            for role, found, format in zip(
+                ("dx", "dw"), gradients, (recipe.dgrad.a, recipe.fprop.b), strict=False
+            ):
+                if found is not None and format is not None and self.sample.wants(name, role):
+                    self.sample.take(name, role, format, [_cast_alone(found, format)])
+
     def _tokens(
         self,
         name: str,
@@ -120,6 +138,10 @@ class _Watch:
         """Take tokens, each expert's cast for itself; rows of no expert count as zeros."""
         if format is None or not self.sample.wants(name, role) or self.sample.has(name, role):
             return
+        if is_one_by_one_format(format):
+            parts = (_cast_alone(values[first:end], format) for first, end in groups.host_bounds)
+            self.sample.take(name, role, format, parts)
+            return
         made = cast_tokens(values, groups, format, None, 1, source.prior()).rowwise
         if made is None:
             raise RuntimeError("cast_tokens returned no rowwise operand for a rowwise format")
@@ -129,25 +151,28 @@ class _Watch:
         self.sample.take(name, role, format, [(values.masked_fill(is_none, 0), operand)])
 
 
-def _is_of(weight: torch.Tensor, parameter: torch.Tensor | None) -> bool:
-    """Whether a product's weight is a module's parameter, or a view of it."""
-    return parameter is not None and _memory(weight) == _memory(parameter)
+def _cast_alone(values: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor, Operand]:
+    """One expert's part of an operand, and its codes."""
+    return values, present(quantize(values.contiguous(), format, None).rowwise)
 
 
-def _memory(weight: torch.Tensor) -> int:
-    local = local_part(weight) if is_dtensor(weight) else weight
-    if isinstance(local, Float8Tensor):
-        return 0 if local.rowwise is None else local.rowwise.data.data_ptr()
-    return local.data_ptr()
+def _nodes_of_experts(y: torch.Tensor) -> list[torch.autograd.graph.Node]:
+    """The nodes that make the experts' gradients where each is multiplied by itself."""
+    following = [] if y.grad_fn is None else [node for node, _ in y.grad_fn.next_functions]
+    return [node for node in following if node is not None and node.name().startswith("Float8Matmul")]
 
 
-def _weights(module: Float8Experts, attribute: str, product: Product, format: Float8Format) -> Iterator[Any]:
+def _weights(
+    module: Float8Experts, attribute: str, weight: torch.Tensor, call: Call, format: Float8Format
+) -> Iterator[Any]:
     """Each expert's values and codes; of a weight that FSDP2 gathered in float8, those of this rank's shard."""
-    weight, call = product.weight, product.call
     if not isinstance(weight, Float8Tensor):
         master = master_of(weight) if isinstance(weight, Weight) else weight
         values = (master.plain if isinstance(master, Weight) else weight).to(call.dtype)
         values = values.transpose(1, 2) if call.transposed else values
+        if is_one_by_one_format(format):
+            yield from (_cast_alone(each, format) for each in values)
+            return
         operands = rowwise_of_experts(weight, format, call)
         for index, each in enumerate(values):
             yield each, operands.of_group(index)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.checks import Chosen, looks
+from f8sub.convert.checks import Chosen, is_converted, looks
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.features.primary_weights.primary_weight import Primary, PrimaryWeight, like_sharded
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.sockets import LayerGuest, guests
 from f8sub.linear.weight_cast import rowwise_of
+from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
@@ -67,8 +67,14 @@ class PrimaryLayers(LayerGuest):
     """What primary weights add to what is said of their layers."""
 
     @override
-    def deviation(self, layer: Float8Linear) -> str | None:
-        return "primary weight" if isinstance(local_tensor(layer.weight), PrimaryWeight) else None
+    def deviation(self, layer: torch.nn.Module) -> str | None:
+        conversion: Any = layer.converted if is_converted(layer) else None
+        names = [] if conversion is None else conversion.names_of(layer)
+        held = ((n, layer._parameters.get(n)) for n in names)
+        primary = [n for n, w in held if w is not None and isinstance(local_tensor(w), PrimaryWeight)]
+        if not primary:
+            return None
+        return "primary weight" if names == ["weight"] else f"primary weights {', '.join(primary)}"
 
 
 guests.append(PrimaryLayers())
@@ -79,11 +85,7 @@ def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
     if not options["primary_weights"]:
         return
     for _, fqn, plan, _, _ in chosen:
-        if plan.recipe.delayed is not None:
-            raise Float8ConfigError(
-                f"primary_weights=True scales weights by their current amax, and {fqn} with recipe "
-                f"{plan.recipe.name!r} scales them by their past; choose one of the two, {DEFAULT!r} for instance"
-            )
+        refuse_delayed(fqn, plan.recipe)
     for _, fqn, plan, gathered, _ in chosen:
         if not gathered:
             raise Float8ConfigError(
@@ -94,6 +96,15 @@ def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
 
 
 looks.append(_refuse)
+
+
+def refuse_delayed(fqn: str, recipe: Recipe) -> None:
+    """Raise a Float8ConfigError for a recipe that scales weights by their past, with ``primary_weights=True``."""
+    if recipe.delayed is not None:
+        raise Float8ConfigError(
+            f"primary_weights=True scales weights by their current amax, and {fqn} with recipe {recipe.name!r} scales "
+            f"them by their past; choose one of the two, {DEFAULT!r} for instance"
+        )
 
 
 def is_primary(parameter: torch.Tensor) -> bool:

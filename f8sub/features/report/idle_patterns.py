@@ -2,7 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from f8sub.convert import sockets
@@ -16,7 +16,10 @@ MOST_SUGGESTIONS = 3
 
 
 def idle_patterns(
-    names: Sequence[str], reasons: Mapping[str, str | None], selection: Selection
+    names: Sequence[str],
+    reasons: Mapping[str, str | None],
+    selection: Selection,
+    linears: Container[str],
 ) -> tuple[str, ...]:
     """Patterns that do nothing, after a warning about those of each option.
 
@@ -24,6 +27,7 @@ def idle_patterns(
         names: of all modules.
         reasons: why each layer is not converted, one of ``IN_FLOAT8`` where it is.
         selection: what the caller said.
+        linears: the names of the linear layers, which alone have a ``keep_x``.
     """
     converted = [fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8]
     others = {fqn: str(reason) for fqn, reason in reasons.items() if reason not in IN_FLOAT8}
@@ -32,12 +36,13 @@ def idle_patterns(
     found = [_with_nearest(f"{option}={p!r} matches nothing", p, names) for option, p in unmatched]
     if found:
         warnings.warn("; ".join(found), Float8Warning, stacklevel=4)
-    for choices in (selection.recipes, selection.kept):
-        busy = set(map(choices.pattern_of, converted))
+    kept = [fqn for fqn in converted if fqn in linears]
+    for choices, layers in ((selection.recipes, converted), (selection.kept, kept)):
+        busy = set(map(choices.pattern_of, layers))
         patterns = [pattern for pattern in choices.by_pattern if pattern not in busy]
         if choices.is_for_all or not patterns:
             continue
-        idle = [f"{pattern!r} {_why_idle(pattern, choices, converted, others)}" for pattern in patterns]
+        idle = [f"{pattern!r} {_why_idle(pattern, choices, layers, others)}" for pattern in patterns]
         found += idle
         warnings.warn(
             f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "

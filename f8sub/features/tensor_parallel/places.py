@@ -251,7 +251,7 @@ def _reaches_over(key: str, dim: int, whole: int, part: int) -> bool | str:
 
 @functools.cache
 def _checked_cut(key: str, dim: int, whole: int, part: int) -> bool:
-    recipe = Plan.made[key].recipe
+    recipe: Recipe = Plan.made[key].recipe
     row, col = recipe.formats("w")
     format = row or col
     if format is None:

@@ -213,7 +213,7 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     Raises:
         Float8ConfigError: see ``check_can_be_sent``.
     """
-    plan = plan_of(layer)
+    plan = plan_of(layer, layer.weight)
     if plan.recipe.formats("x") == (None, None):
         return _placed(x, Replicate())
     device = "cpu" if x.is_cpu else x.device.type

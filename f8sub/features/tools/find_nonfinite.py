@@ -1,10 +1,10 @@
 """find_nonfinite: where NaN or infinity came from, by layer, role and rank."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,17 @@ class NonFinite:
         return f"{self.role} of {self.layer} on rank{'s' * (len(self.ranks) > 1)} {ranks}"
 
 
+class Probe(Protocol):
+    """Searches modules that are no linear layers."""
+
+    def begin(self, model: torch.nn.Module, search: "Search") -> Callable[[], None]:
+        """Have ``search`` look at what they multiply from now on, until what is returned is called."""
+
+
+probes: list[Probe] = []
+"""What features have added."""
+
+
 class Search:
     """What ``find_nonfinite`` found; filled when its context is left.
 
@@ -52,7 +63,18 @@ class Search:
     def look(self, layer: str, role: str, tensor: torch.Tensor | None) -> None:
         """Look at a tensor, if there is one, without waiting for it."""
         if tensor is not None:
-            self.note(layer, role, _is_bad(tensor))
+            self.note(layer, role, self.is_bad(tensor))
+
+    @staticmethod
+    def is_bad(tensor: torch.Tensor) -> torch.Tensor:
+        """bool, (): whether an element is not finite."""
+        with torch.no_grad():
+            local = local_tensor(tensor)
+            if isinstance(local, Float8Tensor):
+                local = local.dequantize()
+            elif isinstance(local, MasterWeight | PrimaryWeight):
+                local = local.plain
+            return ~local.detach().isfinite().all()
 
     def note(self, layer: str, role: str, bad: torch.Tensor) -> None:
         """Remember whether a tensor, the next in the order in which the layers run, is bad: bool, ()."""
@@ -77,7 +99,7 @@ class Search:
 
 @contextmanager
 def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
-    """Watch the linear layers of a model for NaN and infinity, through the forwards and backwards inside.
+    """Watch the linear layers and experts of a model for NaN and infinity, through the forwards and backwards inside.
 
         with f8sub.find_nonfinite(model) as search:
             model(batch).sum().backward()
@@ -91,13 +113,16 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
         model: converted or not, sharded or not. Every nn.Linear's x, w, y and dy are watched, in the order in which
             they run; of converted layers dx and dw too, as this rank computed them, before gradients are reduced. A
             rank's w is its own shard, so that the rank is the one whose shard is bad; then what it gathered.
+            Experts that ``experts=True`` converts are watched likewise: products of ``grouped_linear`` under the
+            weight's name, but for tokens of no expert; experts whose own forward multiplies otherwise as one module.
+            What lies between, such as norms, shows in the x of the layer after it.
 
     Yields:
         The search; its ``first`` names the layer, the role and the ranks.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     search = Search()
-    shards = {name: _is_bad(layer.weight) for name, layer in layers.items()}
+    shards = {name: search.is_bad(layer.weight) for name, layer in layers.items()}
     handles = [
         handle
         for name, layer in layers.items()
@@ -108,12 +133,13 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
             layer.register_forward_hook(functools.partial(_after, search, name), prepend=True),
         )
     ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield search
-    finally:
+    with ExitStack() as exits:
         for handle in handles:
-            handle.remove()
+            exits.callback(handle.remove)
+        for probe in probes:
+            exits.callback(probe.begin(model, search))
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        yield search
     search.finish()
 
 
@@ -137,22 +163,12 @@ def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: tor
     # A DTensor was made of the product in one more step.
     node = y.grad_fn.next_functions[0][0] if is_dtensor(y) else y.grad_fn
     if isinstance(module, Float8Linear) and node is not None:
-        node.register_hook(functools.partial(_after_backward, search, name))
+        node.register_hook(functools.partial(gradients_seen, search, name))
 
 
-def _after_backward(
+def gradients_seen(
     search: Search, name: str, gradients: tuple[torch.Tensor | None, ...], dy: tuple[torch.Tensor | None, ...]
 ) -> None:
+    """Hook of a node that makes dx and dw: look at both."""
     for role, gradient in zip(("dx", "dw"), gradients, strict=False):
         search.look(name, role, gradient)
-
-
-def _is_bad(tensor: torch.Tensor) -> torch.Tensor:
-    """bool, (): whether an element is not finite."""
-    with torch.no_grad():
-        local = local_tensor(tensor)
-        if isinstance(local, Float8Tensor):
-            local = local.dequantize()
-        elif isinstance(local, MasterWeight | PrimaryWeight):
-            local = local.plain
-        return ~local.detach().isfinite().all()

@@ -10,7 +10,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module, ModuleList
 
 from f8sub.errors import Float8ConfigError
-from f8sub.features.delayed.layers import states_of
+from f8sub.features.delayed.layers import ScalingStates
 from f8sub.features.delayed_state.state import ScalingState
 from f8sub.features.report.conversion_report import conversion_report
 from f8sub.features.torchtitan.options import Options, convert
@@ -67,10 +67,10 @@ def then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:
 
 def _converted(model: Any, options: Options) -> Any:
     convert(model, options, _convertible(model))
-    for layer in model.modules():
-        if isinstance(layer, Float8Linear) and states_of(layer):
-            layer.scaling_states.__class__ = ModuleList
-            for state in states_of(layer):
+    for states in model.modules():
+        if isinstance(states, ScalingStates):
+            states.__class__ = ModuleList
+            for state in states:
                 state.__class__ = _TitanScalingState
     logger.info(f"f8sub: {conversion_report(model).summary}")
     if options.precompute and hasattr(type(model), _HOOKS):

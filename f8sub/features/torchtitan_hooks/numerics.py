@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from f8sub.convert.checks import is_converted
 from f8sub.features.gather_values.gather_values import gather_values
 from f8sub.features.gradient_wire.reduce_gradients import GradientReduction
 from f8sub.features.monitor.monitor import Monitor
 from f8sub.features.monitor.writers import jsonl
 from f8sub.features.operand_statistics.statistics import Statistics
 from f8sub.features.torchtitan_hooks.graphs import launch_next
-from f8sub.linear.float8_linear import Float8Linear
 
 WANTED = "float8_monitor"
 """Attribute of a converted model: one step of how many is measured, and the file. Copies for pipelines keep it."""
@@ -61,7 +61,7 @@ def _begin(model: torch.nn.Module, args: Any) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _begin:
             del model._forward_pre_hooks[key]
-    if any(isinstance(layer, Float8Linear) for layer in model.modules()):
+    if any(map(is_converted, model.modules())):
         every, path = getattr(model, WANTED)
         file = _File(Path(path))
         monitor = Monitor(model, every, to=file)
@@ -104,7 +104,7 @@ def _ranks_of_the_same_layers(
     """The ranks of each part's stage of a pipeline, and their group; None where all ranks have the same layers."""
     if not dist.is_initialized():
         return [([0], None)] * len(parts)
-    own = [[n for n, each in part.named_modules() if isinstance(each, Float8Linear)] for part in parts]
+    own = [[n for n, each in part.named_modules() if is_converted(each)] for part in parts]
     stages: dict[str, list[int]] = {}
     for rank, of_parts in enumerate(gather_values(own)):
         for names in of_parts:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from f8sub.convert.checks import is_converted
 from f8sub.errors import Float8ConfigError
 from f8sub.features.delayed_state.state import ScalingState, learn_scales
 from f8sub.features.precompute_hook.hook import register_precompute_hook
@@ -87,22 +88,24 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     Raises:
         Float8ConfigError: names the layers whose weight is not f8sub's any more.
     """
-    layers = [
-        (fqn, layer)
+    weights = {
+        fqn if name == "weight" else f"{fqn}.{name}": (module, name)
         for part in model_parts
-        for fqn, layer in part.named_modules()
-        if isinstance(layer, Float8Linear)
-    ]
+        for fqn, module in part.named_modules()
+        if is_converted(module)
+        for name in module.converted.names_of(module)
+    }
     lost = {}
-    for fqn, layer in layers:
-        local = local_tensor(layer._parameters["weight"])  # type: ignore[arg-type]
-        gathers = hasattr(local, "fsdp_pre_all_gather") or not layer.float8_all_gather
-        if not (isinstance(local, MasterWeight) and gathers):
+    for fqn, (module, name) in weights.items():
+        parameter = module._parameters.get(name)
+        local = None if parameter is None else local_tensor(parameter)
+        gathered = module.converted.record_of(module, name).gathered
+        if not (isinstance(local, MasterWeight) and (hasattr(local, "fsdp_pre_all_gather") or not gathered)):
             lost[fqn] = type(local).__name__
     if lost:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
         raise Float8ConfigError(
-            f"{len(lost)} of {len(layers)} converted weights are f8sub's no more and would be gathered in high "
+            f"{len(lost)} of {len(weights)} converted weights are f8sub's no more and would be gathered in high "
             f"precision: {listed}. Something between conversion and fully_shard put another tensor in their place: "
             "copy into weights, do not assign them"
         )

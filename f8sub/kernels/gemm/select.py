@@ -16,6 +16,7 @@ from f8sub.kernels.triton import measured, support, triton_mm
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
 
+SCALED_MM = "scaled_mm"
 REFERENCE = "reference"
 """The backend that runs everything, everywhere, and slowly."""
 
@@ -40,7 +41,7 @@ class Backend:
 GEMM = {
     "measured": Backend(measured.why_not, measured.gemm_nt),
     # On the CPU it multiplies float32 matrices.
-    "scaled_mm": Backend(
+    SCALED_MM: Backend(
         scaled_mm.why_not, scaled_mm.gemm_nt, lambda device: device.type == "cpu", scaled_mm.is_traceable
     ),
     "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),
@@ -100,7 +101,7 @@ def gemm_nt(
         return run(a, b, out_dtype, fast_accum)
 
 
-_numbers = itertools.count()
+plan_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class Plan:
     codes are ever copied transposed; ``backend`` is what was asked for, see ``select_gemm``.
     """
 
-    made: ClassVar[dict[str, "Plan"]] = {}
+    made: ClassVar[dict[str, Any]] = {}
+    """By key: these, and the plans of other products, which have recipe, device, backend, key and ``make`` as well."""
 
     recipe: Recipe
     fprop: str | None
@@ -158,7 +160,7 @@ class Plan:
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
         """The plan of these fields, its key excepted, which is given here."""
-        plan = cls(*(*fields, str(next(_numbers))))
+        plan = cls(*(*fields, str(next(plan_numbers))))
         cls.made[plan.key] = plan
         return plan
 

@@ -16,7 +16,9 @@ class Made(NamedTuple):
     dw: torch.Tensor
 
 
-def each_expert(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, counts: list[int], recipe: str) -> Made:
+def each_expert(
+    x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, counts: list[int], recipe: str, backend: str
+) -> Made:
     """``w`` is (E, N, K); rows of x and dy past the last group get zeros."""
     made = Made(dy.new_zeros(dy.shape), torch.zeros_like(x), torch.zeros_like(w))
     start = 0
@@ -25,7 +27,7 @@ def each_expert(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, counts: list
         start += count
         layer = nn.Linear(w.shape[2], w.shape[1], bias=False, dtype=w.dtype)
         layer.weight.data.copy_(w[index])
-        layer = f8sub.convert_to_float8(layer, recipe, skip_defaults=False, backend="reference")
+        layer = f8sub.convert_to_float8(layer, recipe, skip_defaults=False, backend=backend)
         part = x[rows].detach().requires_grad_()
         y = layer(part)
         y.backward(dy[rows])

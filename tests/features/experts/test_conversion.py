@@ -353,8 +353,10 @@ def test_one_name_of_a_weight():
 
 
 def test_a_backend_that_experts_do_not_have_changes_nothing():
-    model, call = own(), functools.partial(f8sub.convert_to_float8, experts=True, backend="scaled_mm")
-    assert "scaled_grouped_mm" in refusal(f8sub.Float8ConfigError, call, model, "rowwise")
+    options = {"experts": True, "backend": "scaled_mm", "skip_defaults": False}
+    model, call = own(), functools.partial(f8sub.convert_to_float8, **options)
+    recipes = {"head": "rowwise", "*": "blockwise"}
+    assert "no grouped product" in refusal(f8sub.Float8ConfigError, call, model, recipes)
     assert type(model.head) is nn.Linear
 
 

@@ -15,6 +15,7 @@ from f8sub.features.expert_operands.quantize import (
 )
 from f8sub.features.expert_operands.weights import derive_columnwise
 from f8sub.features.expert_products.products import GROUPED, GroupedPlan
+from f8sub.kernels.gemm.select import Plan
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.features.experts.oracle import Made, each_expert
@@ -47,19 +48,20 @@ def ran(
     dtype: torch.dtype,
     recipe: str,
     transposed: bool = False,
-    **options: object,
+    backend: str = "auto",
+    of_layers: str | None = None,
 ) -> tuple[Made, Made]:
-    """What grouped_linear made, and what each expert's own layer made."""
+    """What grouped_linear made, and what each expert's own layer made, by the same backend if no other is named."""
     m = sum(counts) + TAIL
     x, dy = tokens(m, k, 0, dtype), tokens(m, n, 1, dtype)
     w = gaussian((len(counts), n, k), generator(2)).to(dtype)
     stored = (w.transpose(1, 2).contiguous() if transposed else w.clone()).requires_grad_()
     given = x.clone().requires_grad_()
     ends = torch.tensor(counts).cumsum(0)
-    y = f8sub.grouped_linear(given, stored, ends, recipe, transposed=transposed, **options)
+    y = f8sub.grouped_linear(given, stored, ends, recipe, transposed=transposed, backend=backend)
     y.backward(dy)
     dw = stored.grad.transpose(1, 2) if transposed else stored.grad
-    return Made(y.detach(), given.grad, dw), each_expert(x, w, dy, counts, recipe)
+    return Made(y.detach(), given.grad, dw), each_expert(x, w, dy, counts, recipe, of_layers or backend)
 
 
 def check(found: Made, expected: Made) -> None:
@@ -75,9 +77,12 @@ def test_each_expert_is_a_float8_linear_on_its_tokens(recipe, counts):
     check(*ran(counts, 96, 160, torch.bfloat16, recipe))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_that_are_stored_transposed(recipe):
-    check(*ran(COUNTS["uneven"], 96, 160, torch.float32, recipe, transposed=True))
+def test_float32_by_the_backend_that_layers_have(recipe, transposed, backend):
+    """Few tokens, too: a CPU sums products of few rows in another order, and backends differ in that."""
+    check(*ran([37, 1, 0, 130, 3, 16], 96, 160, torch.float32, recipe, transposed, backend))
 
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -96,7 +101,9 @@ def test_every_group_shape_dtype_and_layout(recipe, counts, shape, dtype, transp
 def test_dequantized_products_are_the_references(recipe):
     """On float32 values a CPU sums both alike, up to the order of the sums."""
     for multiple in ("dequantize", "reference"):
-        found, expected = ran(COUNTS["uneven"], 96, 160, torch.float32, recipe, backend=multiple)
+        found, expected = ran(
+            COUNTS["uneven"], 96, 160, torch.float32, recipe, backend=multiple, of_layers="reference"
+        )
         for a, b in zip(found, expected, strict=True):
             b = b.nan_to_num(0)
             assert (a - b).norm() <= 1e-5 * b.norm()
@@ -225,13 +232,19 @@ def test_in_high_precision_rows_of_no_expert_are_zero():
 
 def test_plans_are_chosen_and_shown():
     cpu = torch.device("cpu")
-    assert GroupedPlan.make(f8sub.get_recipe("rowwise"), cpu).described == "rowwise, reference"
+    for name in ("tensorwise", "rowwise", "blockwise"):
+        found, recipe = GroupedPlan.make(f8sub.get_recipe(name), cpu), f8sub.get_recipe(name)
+        assert [found.fprop, found.dgrad, found.wgrad] == list(Plan.make(recipe, cpu).gemms.values())
     mixed = GroupedPlan.make(f8sub.get_recipe("rowwise_with_gw_hp"), cpu, "dequantize").described
     assert mixed == "rowwise_with_gw_hp, fprop by dequantize, dgrad by dequantize, wgrad in high precision"
-    assert list(GROUPED) == ["triton", "scaled_grouped_mm", "dequantize", "reference"]
-    for backend in ("scaled_mm", "scaled_grouped_mm"):
-        text = refusal(f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, backend)
-        assert "runs on cuda, not on cpu" in text
+    assert list(GROUPED) == ["triton", "scaled_grouped_mm", "dequantize", "scaled_mm", "reference"]
+    text = refusal(
+        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "scaled_grouped_mm"
+    )
+    assert "runs on cuda, not on cpu" in text
+    assert "tiles of 128x128" in refusal(
+        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("blockwise"), cpu, "scaled_mm"
+    )
     assert "triton runs on NVIDIA's GPUs, not on cpu" in refusal(
         f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "triton"
     )

@@ -48,7 +48,7 @@ def added(recipe: str, parts: list[torch.Tensor], role: str):
 
 
 @pytest.mark.parametrize("kind", [OwnExperts, SeamedExperts])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise", "mxfp8", "gridquant"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise", "mxfp8", "gridquant", "nvfp4"])
 def test_rows_are_those_of_each_experts_own_layer(recipe, kind):
     model, rows = monitored(recipe, kind)
     names = ["experts.gate", "experts.up", "experts.down"]

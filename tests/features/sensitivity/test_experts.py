@@ -24,7 +24,7 @@ class OneProduct(torch.nn.Module):
         return f8sub.grouped_linear(x, self.w, ENDS)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "nvfp4"])
 def test_harm_is_the_sum_of_the_experts_own(recipe):
     f8sub.register_experts(OneProduct)
     model = torch.nn.Sequential(OneProduct())

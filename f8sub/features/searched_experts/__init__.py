@@ -1,0 +1,1 @@
+"""Experts in what `find_nonfinite` searches."""

@@ -4,13 +4,13 @@ import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.torch_compat import is_capturing, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -126,7 +126,8 @@ _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDict
 
 def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """What ``precompute_scales`` takes, as a list."""
-    return [model] if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable) else list(model)
+    is_one = isinstance(model, torch.nn.Module | Mapping) or not isinstance(model, Iterable)
+    return [model] if is_one else list(model)  # type: ignore[list-item, arg-type]
 
 
 def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
@@ -137,10 +138,10 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
     """
     found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):
-        what = type(part).__name__ + ("" if len(parts) == 1 else f" at index {index} of {len(parts)}")
+        at = "" if len(parts) == 1 else f" at index {index} of {len(parts)}"
         if not isinstance(part, torch.nn.Module):
             raise Float8ConfigError(
-                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got a {what}"
+                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got {shown(part)}{at}"
             )
         made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
@@ -149,7 +150,7 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
             conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
             if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(
-                    f"precompute_scales was given a {what} that was never converted, so it has no float8 weights; "
+                    f"precompute_scales was given a {type(part).__name__}{at} that was never converted, so it has no float8 weights; "
                     "call f8sub.convert_to_float8(model) first, before fully_shard"
                 )
             _warn_of_replaced(part)

@@ -1,13 +1,12 @@
 """Calls written for torchao, TransformerEngine or torchtitan: errors that show the same call of f8sub."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from f8sub.convert import sockets
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, nearest, shown
 from f8sub.recipe import Recipe, recipe_names
 
 CALL = "f8sub.convert_to_float8(model, recipe='tensorwise', filter_fn=lambda module, fqn: ..., float8_all_gather=True)"
@@ -35,16 +34,16 @@ def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options:
         options: those that it has.
     """
     for name, value in unknown.items():
-        meant = MEANT.get(name) or next(iter(difflib.get_close_matches(name, list(options), 1)), None)
+        meant = MEANT.get(name) or next(iter(nearest(name, options)), None)
         advice = f"use {meant}; " if meant else ""
         raise Float8ConfigError(
-            f"convert_to_float8 has no option {name!r}, got {name}={_shown(value)}: {advice}f8sub's call is {CALL}"
+            f"convert_to_float8 has no option {name!r}, got {name}={shown(value)}: {advice}f8sub's call is {CALL}"
         )
     if not isinstance(model, torch.nn.Module):
         raise Float8ConfigError(
-            f"convert_to_float8 takes a model, a torch.nn.Module, got {_shown(model)}: f8sub's call is {CALL}"
+            f"convert_to_float8 takes a model, a torch.nn.Module, got {shown(model)}: f8sub's call is {CALL}"
         )
-    if isinstance(recipe, str | Recipe | Mapping):
+    if recipe is None or isinstance(recipe, str | Recipe | Mapping):
         return
     if callable(recipe):
         raise Float8ConfigError(
@@ -52,15 +51,8 @@ def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options:
             f"{CALL}"
         )
     raise Float8ConfigError(
-        f"recipe is one of {recipe_names()} or an f8sub.Recipe, got {_shown(recipe)}: f8sub's call is {CALL}"
+        f"recipe is one of {recipe_names()} or an f8sub.Recipe, got {shown(recipe)}: f8sub's call is {CALL}"
     )
-
-
-def _shown(value: Any) -> str:
-    """A plain value itself; of any other the class and where that comes from."""
-    if isinstance(value, str | int | float | bool | type(None)):
-        return repr(value)
-    return f"a {type(value).__name__} of {type(value).__module__.partition('.')[0]}"
 
 
 sockets.check_call = refuse_foreign

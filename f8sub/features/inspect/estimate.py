@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.sockets import EXPERTS
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, unknown
 from f8sub.features.estimate import seconds
 from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, Run
@@ -215,7 +215,7 @@ def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Ru
     if sequence > tokens:
         raise Float8ConfigError(f"a GPU's {tokens} tokens hold no sequence of {sequence}: give more tokens")
     if checkpoint not in CHECKPOINTS:
-        raise Float8ConfigError(f"unknown checkpoint policy {checkpoint!r}; choose one of {CHECKPOINTS}")
+        raise unknown("checkpoint policy", checkpoint, CHECKPOINTS)
     return Run(tokens, sequence, mesh[-1], mesh[0] if len(mesh) == 2 else 1, checkpoint)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from f8sub.convert.sockets import EXPERTS
-from f8sub.errors import Float8ConfigError
-from f8sub.features.estimate.gpus import GPUS, Gpu
+from f8sub.errors import Float8ConfigError, unknown
+from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE, Run, rest_of
 from f8sub.features.estimate.wire import wire
 from f8sub.features.estimate_experts.gain import decided
@@ -140,7 +140,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     Args:
         model: on any device, meta included; converted or not.
         gpus: how many, or several such numbers.
-        gpu: "H200", "H100", "B200", "MI300X", or "H100-500W", which published runs had.
+        gpu: "H200", "H100", "B200", or "H100-500W", which published runs had.
         gpus_per_host: that NVLink joins.
         network: Gbit/s of a GPU's NIC.
         tokens: of a data-parallel rank in a step.
@@ -149,7 +149,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         tensor_parallel: GPUs that share each layer.
         recipe: a name or a recipe.
         reduction: of gradients but in the last way, which has e4m3: "float32", as torchtitan, "bf16", "e4m3" or
-            "e4m3, flat", which is one exchange over all hosts.
+            "e4m3-flat", which is one exchange over all hosts.
         checkpoint: "none", "selective", "gemms" or "full".
         skip: glob patterns of layers that stay in high precision.
         experts: whether experts of a mixture are converted, as for ``convert_to_float8``.
@@ -158,16 +158,15 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         Float8ConfigError: an unknown GPU, recipe, policy or reduction, a size that is no positive number, GPUs that
             replicas and tensor parallelism do not divide, or a model without numbered blocks.
     """
-    if gpu not in KINDS:
-        raise Float8ConfigError(f"unknown GPU {gpu!r}; choose one of {', '.join(KINDS)}")
+    kind = gpu_of(gpu, KINDS)
     if reduction not in REDUCTIONS:
-        raise Float8ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+        raise unknown("reduction", reduction, REDUCTIONS)
     if checkpoint not in CHECKPOINTS:
-        raise Float8ConfigError(f"unknown checkpoint policy {checkpoint!r}; choose one of {CHECKPOINTS}")
+        raise unknown("checkpoint policy", checkpoint, CHECKPOINTS)
     counts = (gpus,) if isinstance(gpus, int) else tuple(gpus)
     sequence = tokens if sequence is None else sequence
     clusters = tuple(
-        _cluster(KINDS[gpu], count, gpus_per_host, network, replicas, tensor_parallel) for count in counts
+        _cluster(kind, count, gpus_per_host, network, replicas, tensor_parallel) for count in counts
     )
     if not clusters or min(tokens, sequence) < 1 or sequence > tokens:
         raise Float8ConfigError(
@@ -177,7 +176,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     refuse_unknown_experts(experts, None)
     chosen = get_recipe(recipe)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
-    shapes = decided(shapes, chosen, KINDS[gpu], tokens)
+    shapes = decided(shapes, chosen, kind, tokens)
     if not shapes.blocks:
         raise Float8ConfigError("the model has no numbered blocks, which fully_shard gathers in turn")
     run = Run(tokens, sequence, clusters[0].shards, replicas, checkpoint)
@@ -188,7 +187,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             for name, arm in _ways(shapes, chosen, reduction, run)
         ]
         found += [replace(each, over_bf16=own[0].seconds / each.seconds) for each in own]
-    native = all(map(KINDS[gpu].is_native, (chosen.fprop, chosen.dgrad, chosen.wgrad)))
+    native = all(map(kind.is_native, (chosen.fprop, chosen.dgrad, chosen.wgrad)))
     title = type(model).__name__
     return StepEstimate(title, shapes, clusters, run, chosen.name, reduction, tuple(found), native)
 

@@ -9,7 +9,7 @@ import torch
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.filters import layer_recipes
 from f8sub.convert.sockets import EXPERTS
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, unknown
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.defaults.defaults import MIN_DIM
 from f8sub.features.keep_x.keep_x import layer_keep_x
@@ -89,9 +89,7 @@ class Options:
         layer_recipes(self.recipe)
         layer_keep_x(self.keep_x)
         if self.keep_swiglu_input not in ("high_precision", "float8"):
-            raise Float8ConfigError(
-                f"unknown keep_swiglu_input={self.keep_swiglu_input!r}; choose one of 'high_precision', 'float8'"
-            )
+            raise unknown("keep_swiglu_input", self.keep_swiglu_input, ("high_precision", "float8"))
         if self.checkpoint_policy:
             checkpoint_policy(self.checkpoint_policy)
         if self.monitor_every < 0:

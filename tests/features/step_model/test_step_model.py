@@ -176,7 +176,7 @@ def test_a_step_of_few_tokens_gains_more_by_bytes():
         return one / last
 
     assert gain(2048, 8) > gain(8192, 8) > 1
-    flat = f8sub.estimate_step(load("llama3-8b"), 64, reduction="e4m3, flat", tokens=2048)
+    flat = f8sub.estimate_step(load("llama3-8b"), 64, reduction="e4m3-flat", tokens=2048)
     assert flat.of(64, flat.ways[-1]).seconds < 0.8 * flat.of(64, flat.ways[-2]).seconds
 
 

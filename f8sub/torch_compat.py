@@ -331,6 +331,19 @@ def is_fsdp_module(x: object) -> "TypeIs[FSDPModule]":
     return module is not None and isinstance(x, module.FSDPModule)
 
 
+def is_fsdp1_module(x: object) -> bool:
+    """``isinstance(x, FullyShardedDataParallel)``, likewise: FSDP1, which wraps modules."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(x, module.FullyShardedDataParallel)
+
+
+def flattened_by_fsdp1(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those whose parameters FSDP1 flattened: it marks what is in its wrappers, as FSDP2 does what it shards itself."""
+    marked = [module for module in modules if vars(module).get("_is_fsdp_managed_module", False)]
+    of_fsdp2 = {module_of(param) for _, param in fsdp_params()} if marked else set()
+    return [module for module in marked if module not in of_fsdp2]
+
+
 def default_store() -> Any:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()

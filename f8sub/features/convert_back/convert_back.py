@@ -22,7 +22,9 @@ def convert_from_float8(model: Model) -> Model:
     Raises:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
     """
-    refuse_sharded(model)
+    refuse_sharded(
+        model, "convert_from_float8 takes a model before it is sharded; load the state dict into a plain model instead"
+    )
     module: Any
     for module in model.modules():
         for hook in (check_ranks_hook, *forward_hooks):

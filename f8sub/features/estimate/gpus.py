@@ -139,8 +139,9 @@ B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9, grouped=frozenset({R
 GPUS = {gpu.name: gpu for gpu in (H200, H100, B200)}
 """Sources: NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200."""
 
-NOT_RUN_ON = {"MI300X": "it multiplies e4m3fnuz, to which f8sub does not cast"}
-"""GPUs that users ask for, and why f8sub does not run on them."""
+_NO_FLOAT8, _OTHER_FLOAT8 = "it has no float8 tensor cores", "it multiplies e4m3fnuz, to which f8sub does not cast"
+WITHOUT_GAIN = {**dict.fromkeys(("V100", "A100"), _NO_FLOAT8), **dict.fromkeys(("MI300X", "MI325X"), _OTHER_FLOAT8)}
+"""GPUs that users ask for, and why float8 by f8sub gains nothing on them."""
 
 
 def gpu_of(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
@@ -151,11 +152,13 @@ def gpu_of(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
         known: GPUs by name.
 
     Raises:
-        Float8ConfigError: there is none, and the message lists them; or f8sub does not run on it.
+        Float8ConfigError: there is none, and the message lists them; or float8 gains nothing on it.
     """
     of_name = {known_name.lower(): gpu for known_name, gpu in known.items()}
     if (found := of_name.get(name.lower())) is not None:
         return found
-    if why := NOT_RUN_ON.get(name.upper()):
-        raise Float8ConfigError(f"f8sub does not run on {name}: {why}; choose one of {', '.join(known)}")
+    if why := WITHOUT_GAIN.get(name.upper()):
+        raise Float8ConfigError(
+            f"{name.upper()} gains nothing by f8sub: {why}; choose one of {', '.join(known)}"
+        )
     raise unknown("GPU", name, known)

@@ -42,7 +42,7 @@ class ExpertsConverter(Converter):
         options: Mapping[str, Any],
     ) -> str | None:
         if not options["experts"]:
-            return "experts=True converts it"
+            return "pass experts=True to convert"
         if options["experts"] != AUTO_EXPERTS or recipe is None or self.why_not(modules[fqn]) is not None:
             return None
         gain = of_module(modules, fqn, recipe, options["tokens"])

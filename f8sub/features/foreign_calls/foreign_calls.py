@@ -1,4 +1,4 @@
-"""Calls written for torchao, TransformerEngine or torchtitan: errors that show the same call of f8sub."""
+"""Names and calls of torchao, TransformerEngine or torchtitan: errors that show those of f8sub."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,6 +22,51 @@ MEANT = {
     "ignored_layers": "skip",
 }
 """Options of other libraries' calls, and what stands for each in f8sub's."""
+
+
+NAMES = {
+    "convert_to_float8_training": "f8sub.convert_to_float8(model)",
+    "Float8LinearConfig": "f8sub.convert_to_float8(model, recipe=...)",
+    "precompute_float8_dynamic_scale_for_fsdp": "f8sub.precompute_scales(model)",
+    "WeightWithDynamicFloat8CastTensor": "a parameter of f8sub.Float8Linear, saved as a plain tensor",
+    "CastConfig": "a format of f8sub.Recipe, or Recipe.with_high_precision(...)",
+    "Float8GemmConfig": "f8sub.GemmSpec(fast_accum=...)",
+    "Float8ColwiseParallel": "f8sub.tensor_parallel.Float8ColwiseParallel",
+    "Float8RowwiseParallel": "f8sub.tensor_parallel.Float8RowwiseParallel",
+    "PrepareFloat8ModuleInput": "f8sub.tensor_parallel.PrepareFloat8ModuleInput",
+    "Linear": "an nn.Linear that f8sub.convert_to_float8(model) converts",
+    "LayerNormLinear": "a norm and an nn.Linear under torch.compile",
+    "LayerNormMLP": "a norm and nn.Linear layers under torch.compile",
+    "GroupedLinear": "f8sub.grouped_linear",
+    "fp8_autocast": "f8sub.autocast(recipe=, enabled=), and nothing around the usual forward",
+    "Float8CurrentScaling": 'the recipe "tensorwise"',
+    "Float8BlockScaling": 'the recipe "blockwise"',
+    "MXFP8BlockScaling": 'the recipe "mxfp8"',
+    "NVFP4BlockScaling": 'the recipe f8sub.get_recipe("nvfp4", stochastic_rounding=True, hadamard=True)',
+    "DelayedScaling": 'the recipe f8sub.get_recipe("delayed", ...)',
+    "CustomRecipe": "f8sub.Recipe",
+    "quantized_model_init": "f8sub.convert_to_float8(model, primary_weights=True)",
+    "fp8_model_init": "f8sub.convert_to_float8(model, primary_weights=True)",
+    "FusedAdam": "f8sub.optim.MasterWeights(torch.optim.AdamW(...))",
+    "Float8Converter": "f8sub.titan.Float8Converter",
+    "titan": "a module that is imported by itself: import f8sub.titan",
+}
+"""Names of other libraries' modules, as docs/migration.md has them, and what stands for each in f8sub."""
+
+
+def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
+    """The error of an attribute that f8sub has not, with what stands for another library's name, or the nearest names.
+
+    Args:
+        name: that was asked for.
+        known: f8sub's own.
+    """
+    near = nearest(name, known)
+    if meant := NAMES.get(name):
+        told = f"; there is {meant}"
+    else:
+        told = f" (nearest: {', '.join(near)})" if near else ""
+    return AttributeError(f"module 'f8sub' has no attribute {name!r}{told}", name=name)
 
 
 def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:

@@ -95,7 +95,8 @@ class Sensitivity:
             f"{layer.fqn:{width}}  {layer.harm:8.2e}  {layer.flops:6.2%}  {layer.harm / max(layer.flops, 1e-12):12.2e}"
             for layer in self.layers
         ]
-        return "\n".join([*lines, f"skip={self.skip()!r}  # at most 5% of these layers' FLOPs"])
+        unit = f"harm: how far the layer's float8 moves the loss, which is {self.loss:.4f} in high precision"
+        return "\n".join([*lines, unit, f"skip={self.skip()!r}  # at most 5% of these layers' FLOPs"])
 
 
 def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> Sensitivity:

@@ -16,6 +16,7 @@ from f8sub.features.estimate_memory.memory import memory
 from f8sub.features.experts_option.experts_option import refuse_unknown_experts
 from f8sub.features.inspect.advice import fits, one_of
 from f8sub.features.model_shapes.layers import Product, Shapes, shapes_of
+from f8sub.features.named_models.load import named_or_given
 from f8sub.features.step_model.cluster import E4M3, FLOAT32, H100_500W, REDUCTIONS, Cluster
 from f8sub.features.step_model.groups import Arm, Group, divided, group_of
 from f8sub.features.step_model.page import page
@@ -116,7 +117,7 @@ class StepEstimate:
 
 
 def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
-    model: torch.nn.Module,
+    model: torch.nn.Module | str,
     gpus: int | Sequence[int] = (8, 64, 128, 1024),
     *,
     gpu: str = "H100",
@@ -138,7 +139,8 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     NICs, and hide behind compute as FSDP2 lets them: one block is gathered ahead, gathers and reductions queue.
 
     Args:
-        model: on any device, meta included; converted or not.
+        model: on any device, meta included; converted or not. Or what ``python -m f8sub estimate`` takes for it, such
+            as "llama3-8b".
         gpus: how many, or several such numbers.
         gpu: "H200", "H100", "B200", or "H100-500W", which published runs had.
         gpus_per_host: that NVLink joins.
@@ -174,6 +176,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             f"sequence={sequence}"
         )
     refuse_unknown_experts(experts, None)
+    model = named_or_given(model)
     chosen = get_recipe(recipe)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
     shapes = decided(shapes, chosen, kind, tokens)
@@ -193,12 +196,14 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
 
 
 def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, parts: int) -> Cluster:
-    sizes = (gpus, per_host, replicas, parts)
-    if any(type(size) is not int or size < 1 for size in sizes) or not network > 0:
-        raise Float8ConfigError(
-            f"GPUs, GPUs of a host, replicas and tensor parallelism are whole numbers from 1 on, and the network is "
-            f"more than 0, got {sizes} and {network}"
-        )
+    counts = {"gpus": gpus, "gpus_per_host": per_host, "replicas": replicas, "tensor_parallel": parts}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise Float8ConfigError(
+                f"{name} (--{name.replace('_', '-')}) is a whole number from 1 on, got {count!r}"
+            )
+    if not network > 0:
+        raise Float8ConfigError(f"network (--network) is more than 0 Gbit/s, got {network!r}")
     made = Cluster(gpu, gpus, per_host, network * 1e9, replicas, parts)
     if gpus % (replicas * parts) or made.shards % made.neighbours or parts > per_host:
         raise Float8ConfigError(

@@ -111,7 +111,9 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """What is public: the folders that hold it are not."""
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__")), "optim", "tensor_parallel"])
+    return sorted(
+        [*__all__, *(name for name in globals() if name.startswith("__")), "optim", "tensor_parallel"]
+    )
 
 
 if not _TYPE_CHECKING:  # a type checker would take every name for one that there is

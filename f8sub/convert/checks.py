@@ -38,7 +38,11 @@ CONVERT_FIRST = "call convert_to_float8 before fully_shard and parallelize_modul
 def refuse_sharded(model: torch.nn.Module, todo: str = CONVERT_FIRST) -> None:
     """A sharded weight's parts cannot become one master weight, nor a plain one; ``todo`` says what to do instead."""
     for fqn, module in model.named_modules():
-        if is_fsdp_module(module) or is_fsdp1_module(module) or any(map(is_dtensor, module.parameters(recurse=False))):
+        if (
+            is_fsdp_module(module)
+            or is_fsdp1_module(module)
+            or any(map(is_dtensor, module.parameters(recurse=False)))
+        ):
             raise Float8ConfigError(
                 f"{fqn or 'the model'} is already sharded ({type(module).__name__}): {todo}"
             )

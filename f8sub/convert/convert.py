@@ -104,9 +104,10 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
         ``model`` itself.
 
     Raises:
-        Float8ConfigError: unknown option, recipe or backend, an option under two names with two values, a model that is already sharded or converted with
-            another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
-            take, a torch that is not known, or, when ``strict``, nothing to convert.
+        Float8ConfigError: unknown option, recipe or backend, an option under two names with two values, a
+            filter that takes no module and name, a model that is already sharded or converted with another recipe, tied
+            layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot take, a torch that is
+            not known, or, when ``strict``, nothing to convert.
     """
     options = [name for name in inspect.signature(convert_to_float8).parameters if name != "other"]
     unknown = {name: value for name, value in other.items() if name not in ALIASES}

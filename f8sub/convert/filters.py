@@ -82,7 +82,8 @@ class Selection:
         skip: this and what follows as ``convert_to_float8`` takes them; ``defaults`` is its ``skip_defaults``.
 
     Raises:
-        Float8ConfigError: a pattern that is no string, a filter that takes no module and name, or a limit that is no number of features.
+        Float8ConfigError: a pattern that is no string, a filter that takes no module and name, or a limit that is no
+            number of features.
     """
 
     recipes: LayerChoices[Recipe | None]

@@ -141,7 +141,8 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
         at = "" if len(parts) == 1 else f" at index {index} of {len(parts)}"
         if not isinstance(part, torch.nn.Module):
             raise Float8ConfigError(
-                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got {shown(part)}{at}"
+                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got "
+                f"{shown(part)}{at}"
             )
         made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
@@ -150,8 +151,8 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
             conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
             if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(
-                    f"precompute_scales was given a {type(part).__name__}{at} that was never converted, so it has no float8 weights; "
-                    "call f8sub.convert_to_float8(model) first, before fully_shard"
+                    f"precompute_scales was given a {type(part).__name__}{at} that was never converted, so it has no "
+                    "float8 weights; call f8sub.convert_to_float8(model) first, before fully_shard"
                 )
             _warn_of_replaced(part)
             alive = sum(conversion.alive for conversion in conversions)

@@ -15,7 +15,6 @@ from tests.convert.models import mlp
 from tests.docs.pages import ROOT
 
 
-
 @pytest.mark.parametrize(
     ("name", "known", "expected"),
     [
@@ -33,7 +32,9 @@ def test_the_nearest_name_comes_first(name, known, expected):
 
 def test_no_name_is_near_to_one_that_is_like_none():
     assert nearest("zebra", f8sub.recipe_names()) == []
-    with pytest.raises(f8sub.Float8ConfigError, match=r"^unknown recipe 'zebra'; choose one of blockwise, delayed,"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"^unknown recipe 'zebra'; choose one of blockwise, delayed,"
+    ):
         f8sub.get_recipe("zebra")
 
 
@@ -54,12 +55,21 @@ def test_what_was_given_is_shown_with_its_article(value, expected):
 
 
 UNKNOWN = {
-    "recipe": (lambda: f8sub.get_recipe("tensor_wise"), r"unknown recipe 'tensor_wise' \(nearest: tensorwise\)"),
+    "recipe": (
+        lambda: f8sub.get_recipe("tensor_wise"),
+        r"unknown recipe 'tensor_wise' \(nearest: tensorwise\)",
+    ),
     "option": (lambda: f8sub.get_recipe("gridquant", blok=64), r"no options \['blok'\] \(nearest: block\)"),
-    "backend": (lambda: f8sub.convert_to_float8(mlp(), backend="tritn"), r"unknown backend 'tritn' \(nearest: triton\)"),
+    "backend": (
+        lambda: f8sub.convert_to_float8(mlp(), backend="tritn"),
+        r"unknown backend 'tritn' \(nearest: triton\)",
+    ),
     "policy": (lambda: f8sub.checkpoint_policy("gemm"), r"unknown keep 'gemm' \(nearest: gemms\)"),
     "keyword": (lambda: f8sub.convert_to_float8(mlp(), Skip=()), "no option 'Skip', got .*: use skip"),
-    "alias": (lambda: f8sub.convert_to_float8(mlp(), filter_fqn=[]), "no option 'filter_fqn', .*: use filter_fqns"),
+    "alias": (
+        lambda: f8sub.convert_to_float8(mlp(), filter_fqn=[]),
+        "no option 'filter_fqn', .*: use filter_fqns",
+    ),
 }
 
 
@@ -72,9 +82,13 @@ def test_the_nearest_name_is_told(name):
 
 def test_an_option_under_two_names_has_one_value():
     for given in ("tensorwise", "blockwise"):  # the default's name, too
-        with pytest.raises(f8sub.Float8ConfigError, match=f"recipe='{given}' and recipe_name='rowwise' are the same"):
+        with pytest.raises(
+            f8sub.Float8ConfigError, match=f"recipe='{given}' and recipe_name='rowwise' are the same"
+        ):
             f8sub.convert_to_float8(mlp(), recipe=given, recipe_name="rowwise")
-    with pytest.raises(f8sub.Float8ConfigError, match="float8_all_gather=False and enable_fsdp_float8_all_gather=True"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="float8_all_gather=False and enable_fsdp_float8_all_gather=True"
+    ):
         f8sub.convert_to_float8(mlp(), float8_all_gather=False, enable_fsdp_float8_all_gather=True)
     model = f8sub.convert_to_float8(mlp(), recipe="rowwise", recipe_name="rowwise")
     assert model.up.plan.recipe.name == "rowwise"
@@ -83,7 +97,10 @@ def test_an_option_under_two_names_has_one_value():
 def test_aliases_are_no_parameters_of_their_own():
     model = f8sub.convert_to_float8(mlp(), module_filter_fn=lambda module, fqn: fqn != "up", filter_fqns="lm")
     assert not isinstance(model.up, f8sub.Float8Linear)
-    both = {"filter_fn": lambda module, fqn: fqn != "up", "module_filter_fn": lambda module, fqn: fqn != "down"}
+    both = {
+        "filter_fn": lambda module, fqn: fqn != "up",
+        "module_filter_fn": lambda module, fqn: fqn != "down",
+    }
     with pytest.raises(f8sub.Float8ConfigError, match="found nothing to convert"):
         f8sub.convert_to_float8(mlp(), **both)
 
@@ -99,7 +116,9 @@ FILTERS = {
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_that_cannot_be_called_is_refused_before_a_layer_is_converted(name, option):
     model = mlp()
-    with pytest.raises(f8sub.Float8ConfigError, match=r"filter_fn is called with a layer and its name, \(module, fqn\)"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"filter_fn is called with a layer and its name, \(module, fqn\)"
+    ):
         f8sub.convert_to_float8(model, **{option: FILTERS[name]})
     assert type(model.up) is nn.Linear
 
@@ -125,7 +144,9 @@ def test_a_layer_is_not_made_by_its_class():
 
 
 def test_what_to_do_where_nothing_was_converted():
-    with pytest.raises(f8sub.Float8ConfigError, match=r"\. Fill the dimensions up to multiples of 16, or pass strict"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"\. Fill the dimensions up to multiples of 16, or pass strict"
+    ):
         f8sub.convert_to_float8(nn.Sequential(nn.Linear(50, 50)))
 
 

@@ -31,7 +31,9 @@ FAILED = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     parser = argparse.ArgumentParser(prog="f8sub", description="Float8 training for PyTorch, made for FSDP2.")
-    parser.add_argument("--version", action="version", version=f"f8sub {__version__}, torch {torch.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"f8sub {__version__}, torch {torch.__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)

@@ -18,8 +18,8 @@ NOISE = "bf16, other order of sums"
 
 
 USUAL = (
-    "Usual of 8 bits: a gradient is 5 to 10 % off, its cosine is 0.995 or more, and x noise is 5 to 200. Of nvfp4: 30 to "
-    "40 %, 0.93, and five times as much noise. One far above the others is worth a look with f8sub.Monitor."
+    "Usual of 8 bits: a gradient is 5 to 10 % off, its cosine is 0.995 or more, and x noise is 5 to 200. Of nvfp4: 30 "
+    "to 40 %, 0.93, and five times as much noise. One far above the others is worth a look with f8sub.Monitor."
 )
 """Medians over the parameters of Llamas of 4 and 8 layers, 20 steps trained, 2 batches, by every recipe."""
 

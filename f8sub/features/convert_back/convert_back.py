@@ -23,7 +23,8 @@ def convert_from_float8(model: Model) -> Model:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
     """
     refuse_sharded(
-        model, "convert_from_float8 takes a model before it is sharded; load the state dict into a plain model instead"
+        model,
+        "convert_from_float8 takes a model before it is sharded; load the state dict into a plain model instead",
     )
     module: Any
     for module in model.modules():

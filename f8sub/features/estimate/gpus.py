@@ -139,8 +139,14 @@ B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9, grouped=frozenset({R
 GPUS = {gpu.name: gpu for gpu in (H200, H100, B200)}
 """Sources: NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200."""
 
-_NO_FLOAT8, _OTHER_FLOAT8 = "it has no float8 tensor cores", "it multiplies e4m3fnuz, to which f8sub does not cast"
-WITHOUT_GAIN = {**dict.fromkeys(("V100", "A100"), _NO_FLOAT8), **dict.fromkeys(("MI300X", "MI325X"), _OTHER_FLOAT8)}
+_NO_FLOAT8, _OTHER_FLOAT8 = (
+    "it has no float8 tensor cores",
+    "it multiplies e4m3fnuz, to which f8sub does not cast",
+)
+WITHOUT_GAIN = {
+    **dict.fromkeys(("V100", "A100"), _NO_FLOAT8),
+    **dict.fromkeys(("MI300X", "MI325X"), _OTHER_FLOAT8),
+}
 """GPUs that users ask for, and why float8 by f8sub gains nothing on them."""
 
 

@@ -61,11 +61,9 @@ def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
         name: that was asked for.
         known: f8sub's own.
     """
-    near = nearest(name, known)
-    if meant := NAMES.get(name):
-        told = f"; there is {meant}"
-    else:
-        told = f" (nearest: {', '.join(near)})" if near else ""
+    near = ", ".join(nearest(name, known))
+    meant = NAMES.get(name)
+    told = f"; there is {meant}" if meant else f" (nearest: {near})" if near else ""
     return AttributeError(f"module 'f8sub' has no attribute {name!r}{told}", name=name)
 
 

@@ -22,7 +22,9 @@ def add_inspect(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
     usage = "%(prog)s MODEL [options]"
-    made = commands.add_parser("inspect", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage)
+    made = commands.add_parser(
+        "inspect", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
     made.add_argument("model", metavar="MODEL", help=FORMS)
     add_choice(made, "--recipe", recipe_names(), "all by default", nargs="+")
     of_gpu = {"nargs": "+", "default": list(GPUS), "find": lambda text: gpu_of(text).name}

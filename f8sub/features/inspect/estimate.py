@@ -160,7 +160,8 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
 
     Args:
         model: on any device, meta included; converted or not. Of one that is not, what ``convert_to_float8`` would
-            convert. Or what ``python -m f8sub inspect`` takes for it, such as "llama3-8b". Where some parameters are frozen and others are not, memory is that of adapters over a frozen base.
+            convert. Or what ``python -m f8sub inspect`` takes for it, such as "llama3-8b". Where some parameters are
+            frozen and others are not, memory is that of adapters over a frozen base.
         recipes: names or recipes, or one; None for all that come with f8sub.
         gpus: names, or one; the layers' figures and the advice are those of the first.
         tokens: of one GPU in one step.

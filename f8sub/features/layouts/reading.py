@@ -11,7 +11,15 @@ from f8sub.formats import ALL, Tile
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Names of a layer's scales. Sources: see ``layouts``; DeepSeek-V4's files have the last."""
 
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "activation_scale",
+    "input_scale_ub",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+)
 """Names of static scales of activations, which an engine casts by, and training does not.
 
 Sources: the files of compressed-tensors and ModelOpt, transformers' ``FP8Linear``, FBGEMM's bound, and vLLM's

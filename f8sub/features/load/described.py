@@ -30,7 +30,7 @@ def refuse_other_methods(file: Path, config: dict[str, Any]) -> None:
         raise Float8ConfigError(
             f"{file}: the checkpoint is quantized by the method {method!r}, and load_float8 reads "
             f"{', '.join(_METHODS)}; where transformers dequantizes it, as gpt-oss with "
-            "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)), load it there and convert the model"
+            "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)), load it there and convert it"
         )
 
 

@@ -79,9 +79,9 @@ def load_float8(
         progress: given the names of the parameters, it returns them again, to show how far it is: ``tqdm.tqdm``.
 
     Raises:
-        Float8ConfigError: no such checkpoint, a file cut short, another layout or method, codes that ``config.json`` describes as
-            others, names that differ, a frozen weight that was gathered before, a parameter on meta without a
-            device, or one on meta of which the file has a part alone.
+        Float8ConfigError: no such checkpoint, a file cut short, another layout or method, codes that
+            ``config.json`` describes as others, names that differ, a frozen weight that was gathered before, a
+            parameter on meta without a device, or one on meta of which the file has a part alone.
         Float8ShapeError: a tensor or its scales have another shape.
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """

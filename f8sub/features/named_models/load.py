@@ -24,6 +24,7 @@ FORMS = (
 )
 """What a model is named by."""
 
+
 def named_or_given(model: torch.nn.Module | str) -> torch.nn.Module:
     """A model itself, or the one that a name stands for; Float8ConfigError for anything else, or no such name."""
     if isinstance(model, str):
@@ -114,9 +115,7 @@ def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
             )  # after 0.3 the trainer's own
             made = config.build() if hasattr(config, "build") else made
     if not isinstance(made, torch.nn.Module):
-        raise Float8ConfigError(
-            f"{name} returned {shown(made)}, neither a module nor a torchtitan config"
-        )
+        raise Float8ConfigError(f"{name} returned {shown(made)}, neither a module nor a torchtitan config")
     return made
 
 

@@ -25,7 +25,9 @@ def add_export(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "cast a finished checkpoint to the codes that training multiplied, for inference engines; needs no GPU"
     usage = "%(prog)s CHECKPOINT OUT --recipe NAME [options]"
-    made = commands.add_parser("export", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage)
+    made = commands.add_parser(
+        "export", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
     made.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a folder of safetensors, or of torch.distributed.checkpoint"
     )

@@ -25,7 +25,9 @@ def add_estimate(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "a step's time on 8 to 1024 GPUs, and what float8 adds to it part by part; needs no GPU"
     usage = "%(prog)s MODEL [options]"
-    made = commands.add_parser("estimate", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage)
+    made = commands.add_parser(
+        "estimate", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
     made.add_argument("model", metavar="MODEL", help=FORMS)
     made.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 128, 1024], help="(8 64 128 1024)")
     of_gpu = {"default": "H100", "find": lambda text: gpu_of(text, KINDS).name}

@@ -1,7 +1,7 @@
 """What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -133,6 +133,15 @@ class Options:
         """Whether scales are made after each optimizer step."""
         wanted = self.precompute_float8_dynamic_scale_for_fsdp
         return self.enable_fsdp_float8_all_gather if wanted is None else wanted
+
+
+def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options as they were given; Float8ConfigError where ``Options`` has none of a name."""
+    names = [each.name for each in fields(Options)]
+    for name in options:
+        if name not in names:
+            raise unknown("option of f8sub", name, names)
+    return options
 
 
 def _plain(value: Any) -> Any:

@@ -39,11 +39,20 @@ def test_the_version(capsys):
     ("arguments", "told"),
     [
         (["inspect", "m", "--gpu", "h10"], "--gpu: unknown GPU 'h10' (nearest: H100); choose one of H200,"),
-        (["estimate", "m", "--gpu", "mi300x"], "--gpu: MI300X gains nothing by f8sub: it multiplies e4m3fnuz,"),
-        (["estimate", "m", "--reduction", "e4m3flat"], "--reduction: unknown reduction 'e4m3flat' (nearest: e4m3-flat"),
+        (
+            ["estimate", "m", "--gpu", "mi300x"],
+            "--gpu: MI300X gains nothing by f8sub: it multiplies e4m3fnuz,",
+        ),
+        (
+            ["estimate", "m", "--reduction", "e4m3flat"],
+            "--reduction: unknown reduction 'e4m3flat' (nearest: e4m3-flat",
+        ),
         (["inspect", "m", "--recipe", "rowise"], "--recipe: unknown recipe 'rowise' (nearest: rowwise"),
         (["export", "a", "b", "--recipe", "row"], "--recipe: unknown recipe 'row' (nearest: rowwise)"),
-        (["inspect", "m", "--checkpoint", "some"], "--checkpoint: unknown checkpoint 'some'; choose one of none, "),
+        (
+            ["inspect", "m", "--checkpoint", "some"],
+            "--checkpoint: unknown checkpoint 'some'; choose one of none, ",
+        ),
     ],
 )
 def test_a_name_that_there_is_not_is_told_in_two_lines(arguments, told, capsys):

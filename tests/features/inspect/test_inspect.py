@@ -260,20 +260,30 @@ def test_a_model_type_of_transformers(kind, expected):
 def test_a_model_may_be_named_where_one_is_given():
     named, given = f8sub.estimate("Llama3-8B", "rowwise", gpus="h200"), load("llama3-8b")
     assert str(named) == str(f8sub.estimate(given, "rowwise", gpus="H200"))
-    steps = [f8sub.estimate_step(model, 8, gpu=gpu) for model, gpu in (("llama3-8b", "b200"), (given, "B200"))]
+    steps = [
+        f8sub.estimate_step(model, 8, gpu=gpu) for model, gpu in (("llama3-8b", "b200"), (given, "B200"))
+    ]
     assert str(steps[0]) == str(steps[1])
     for estimate in (f8sub.estimate, f8sub.estimate_step):
-        with pytest.raises(f8sub.Float8ConfigError, match=r"a model is a torch.nn.Module, or a folder .*; got 8$"):
+        with pytest.raises(
+            f8sub.Float8ConfigError, match=r"a model is a torch.nn.Module, or a folder .*; got 8$"
+        ):
             estimate(8)
 
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("lama3-8b", "llama3-8b, llama3-70b, llama3-405b"), ("qwen3moe", "qwen3_moe, .*"), ("GPT_NEO_XX", "gpt_neox, .*")],
+    [
+        ("lama3-8b", "llama3-8b, llama3-70b, llama3-405b"),
+        ("qwen3moe", "qwen3_moe, .*"),
+        ("GPT_NEO_XX", "gpt_neox, .*"),
+    ],
 )
 def test_names_that_are_near_are_told(name, nearest):
     pytest.importorskip("transformers")
-    with pytest.raises(f8sub.Float8ConfigError, match=rf"no model '{name}' on this machine \(nearest: {nearest}\),"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=rf"no model '{name}' on this machine \(nearest: {nearest}\),"
+    ):
         load(name)
 
 
@@ -284,7 +294,9 @@ def test_a_model_of_which_nothing_is_converted_has_no_figures_of_float8():
     assert "0 linear layers in float8" in text
     assert "have to be multiples of 16" in text
     assert "What to do\n  - No layer would be converted" in text
-    assert not any(words in text for words in ("Predicted speed", "Memory and speed", "Bytes on the wire", "H200"))
+    assert not any(
+        words in text for words in ("Predicted speed", "Memory and speed", "Bytes on the wire", "H200")
+    )
 
 
 @pytest.mark.parametrize(

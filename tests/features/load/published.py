@@ -5,7 +5,6 @@ Sources: the ``config.json`` and the index of each repository that ``FORMS`` nam
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +57,7 @@ SPARSE = {**LATENT, "index_n_heads": 2, "index_head_dim": BLOCK, "index_topk": 8
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """DeepSeek's own words."""
+
 
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     group = {
@@ -206,7 +206,7 @@ def model_of(form: Form) -> nn.Module:
 
 
 def written(form: Form, folder: Path) -> tuple[Path, dict[str, torch.Tensor], set[str]]:
-    """Write a checkpoint of random values; its folder, the values of its codes, and the model's names in a plain one."""
+    """Write a checkpoint of random values; its folder, the values of its codes, and the names in a plain one."""
     model, rng = model_of(form), generator(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -228,7 +228,9 @@ def written(form: Form, folder: Path) -> tuple[Path, dict[str, torch.Tensor], se
     names = sorted(tensors)
     files = {name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(names)}
     for file in set(files.values()):
-        save_file({name: tensors[name] for name in names if files[name] == file}, where / file, {"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in names if files[name] == file}, where / file, {"format": "pt"}
+        )
     index = {"metadata": {}, "weight_map": files}
     (where / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((folder / "plain" / "config.json").read_text())
@@ -236,9 +238,7 @@ def written(form: Form, folder: Path) -> tuple[Path, dict[str, torch.Tensor], se
     return where, values, set(plain)
 
 
-def _published(
-    form: Form, name: str, w: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+def _published(form: Form, name: str, w: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
     """The tensors of one of a plain checkpoint, and the values of its codes in float64; None where it has none."""
     layer = name.removesuffix(".weight")
     if form.quantization is MXFP4:

@@ -147,7 +147,9 @@ def test_static_scales_of_activations_are_no_difference(tmp_path, leaf):
     with_more(tmp_path, f"{EXPERTS}.1.down_proj.{leaf}", f"{EXPERTS}.1.{leaf}")
     f8sub.load_float8(model, tmp_path)
     with_more(tmp_path, f"model.norm.{leaf}", f"model.{leaf}")
-    with pytest.raises(f8sub.Float8ConfigError, match=rf"nothing and has model\.(norm\.)?{leaf}, \S+{leaf}, which"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=rf"nothing and has model\.(norm\.)?{leaf}, \S+{leaf}, which"
+    ):
         f8sub.load_float8(model, tmp_path)
 
 

@@ -306,7 +306,9 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     with monitor:
         loss_of(model, 0, 0).backward()
     empty = f8sub.Monitor(transformer("rowwise"), every=5)
-    with pytest.raises(f8sub.Float8ConfigError, match="nothing to draw: no step was sampled yet; enter the monitor"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="nothing to draw: no step was sampled yet; enter the monitor"
+    ):
         empty.heatmap("w", tmp_path / "w.png")
     none = empty.worst()
     assert none.startswith(

@@ -103,7 +103,9 @@ def test_an_optimizer_that_steps_nothing_of_the_model_is_refused(rank, world):
     model, other = converted(), converted()
 
     def told(optimizer: torch.optim.Optimizer, *parts: torch.nn.Module) -> str:
-        return refusal(f8sub.Float8ConfigError, f8sub.register_precompute_hook, optimizer, list(parts) or model)
+        return refusal(
+            f8sub.Float8ConfigError, f8sub.register_precompute_hook, optimizer, list(parts) or model
+        )
 
     others = "SGD steps no parameter of the model: it is another model's, or was made before fully_shard"
     assert others in told(torch.optim.SGD(other.parameters()))

@@ -14,7 +14,7 @@ from tests.data_sets import gaussian, generator
 from tests.models import Stack, refusal, seed_weights
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "recipes"))
-from f8sub_pretrain.traffic import count_traffic  # noqa: E402
+from f8sub_pretrain.traffic import count_traffic
 
 SIZES = 64, 96, 64
 TOLD = r"^layers\.0 and 1 more float8 layers are sharded by FSDP1 .*fully_shard, which gathers float8$"
@@ -28,6 +28,12 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
     return model(gaussian((16, SIZES[0]), generator(1))).square().mean()
 
 
+def trained(model: torch.nn.Module) -> float:
+    loss = loss_of(model)
+    loss.backward()
+    return loss.item()
+
+
 @pytest.mark.parametrize("wraps", ["the model", "its layers"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1_is_told_once_and_its_bytes_are_counted(rank, world, wraps, use_orig_params):
@@ -37,9 +43,8 @@ def test_fsdp1_is_told_once_and_its_bytes_are_counted(rank, world, wraps, use_or
         inner, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=torch.device("cpu")
     )
     with pytest.warns(f8sub.Float8Warning, match=TOLD), count_traffic() as traffic:
-        loss = loss_of(model)
-        loss.backward()
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
+        loss = trained(model)
+    assert loss == pytest.approx(expected, rel=1e-6)
     whole = sum(parameter.nbytes for parameter in stack().parameters())
     assert traffic.all_gather_bytes in (whole, 2 * whole)  # again in backward, where it was freed
     assert traffic.reduced_bytes == whole
@@ -53,10 +58,14 @@ def test_fsdp2_is_not_told(rank, world):
     with warnings.catch_warnings():
         warnings.simplefilter("error", f8sub.Float8Warning)
         loss_of(model).backward()
-    assert not any(model._forward_pre_hooks[key].__class__.__name__ == "partial" for key in model._forward_pre_hooks)
+    assert not any(
+        model._forward_pre_hooks[key].__class__.__name__ == "partial" for key in model._forward_pre_hooks
+    )
 
 
 def test_a_model_that_fsdp1_wrapped_already_is_refused(rank, world):
     model = FullyShardedDataParallel(seed_weights(Stack(*SIZES)), device_id=torch.device("cpu"))
     told = refusal(f8sub.Float8ConfigError, f8sub.convert_to_float8, model)
-    assert told.startswith("the model is already sharded (FullyShardedDataParallel): call convert_to_float8 before")
+    assert told.startswith(
+        "the model is already sharded (FullyShardedDataParallel): call convert_to_float8 before"
+    )

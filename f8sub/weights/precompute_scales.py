@@ -4,14 +4,14 @@ import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
-from f8sub.torch_compat import is_capturing, untraced
+from f8sub.torch_compat import is_capturing, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import Weight, local_tensor
@@ -66,6 +66,8 @@ def watch_optimizer_steps() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     stepped = _stepped_by(optimizer, Weight)
+    if not torch.compiler.is_compiling():
+        _warn_of_early(optimizer, stepped)
     for conversion, weights in stepped.items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
@@ -108,6 +110,30 @@ def _stepped_by(
             if isinstance(local, kind):
                 found[None if local.record is None else local.record.conversion].append(parameter)
     return found
+
+
+_early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that were told of."""
+
+
+def _warn_of_early(
+    optimizer: torch.optim.Optimizer, stepped: Mapping[Conversion | None, Sequence[torch.Tensor]]
+) -> None:
+    """Warn, once, of an optimizer that was made before ``fully_shard``: it holds parameters that no module has."""
+    if optimizer in _early:
+        return
+    for weight in (weight for weights in stepped.values() for weight in weights if not is_dtensor(weight)):
+        record = local_tensor(weight).record  # type: ignore[attr-defined]
+        if record is not None and record.entered and is_dtensor(record.parameter):
+            _early.add(optimizer)
+            warnings.warn(
+                f"{record.fqn}: the {type(optimizer).__name__} was made before fully_shard, which put another "
+                "parameter in the place of the one that it steps, so it trains nothing; make it of "
+                "model.parameters() after fully_shard",
+                Float8Warning,
+                stacklevel=4,
+            )
+            return
 
 
 def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:

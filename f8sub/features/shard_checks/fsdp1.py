@@ -29,9 +29,9 @@ def warn_of_fsdp1(conversion: Conversion, module: torch.nn.Module, args: Any) ->
         return
     remove_hook(warn_of_fsdp1, module)
     names = {record.module: record.fqn for record in conversion}
-    if layers := [names[module] for module in flattened_by_fsdp1(names)]:
+    if layers := [names[layer] for layer in flattened_by_fsdp1(module, names)]:
         warnings.warn(
-            f"{layers[0]} and {len(layers) - 1} more float8 layers are sharded by FSDP1 (FullyShardedDataParallel), "
+            f"{layers[0]} and {len(layers) - 1} more layers in float8 are sharded by FSDP1 (FullyShardedDataParallel), "
             "which flattens their weights: they are gathered in high precision, and each layer casts its own again in "
             "every forward. Shard with torch.distributed.fsdp.fully_shard, which gathers float8",
             Float8Warning,

@@ -120,6 +120,28 @@ def test_an_optimizer_that_steps_nothing_of_the_model_is_refused(rank, world):
         f8sub.register_precompute_hook(optimizer, model).remove()
 
 
+def test_an_optimizer_that_was_made_before_fully_shard_is_told_once(rank, world):
+    """torch lets it step, and nothing is trained."""
+    model = converted()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        before = model[0].weight.full_tensor().clone()
+        model(torch.ones(32, 32)).square().mean().backward()
+        optimizer.step()
+        f8sub.precompute_scales(model)
+        return (model[0].weight.full_tensor() != before).any()
+
+    with pytest.warns(
+        f8sub.Float8Warning, match=r"^0: the SGD was made before fully_shard, .* it trains nothing"
+    ):
+        assert not step(early)
+    assert not step(early)
+    assert step(late)
+
+
 def test_what_conversion_left_alone_and_parts_of_a_converted_model_are_not_refused():
     with pytest.warns(f8sub.Float8Warning, match="nothing to convert"):
         left = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Embedding(8, 8)), strict=False)

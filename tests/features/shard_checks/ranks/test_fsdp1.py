@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[4] / "recipes"))
 from f8sub_pretrain.traffic import count_traffic
 
 SIZES = 64, 96, 64
-TOLD = r"^layers\.0 and 1 more float8 layers are sharded by FSDP1 .*fully_shard, which gathers float8$"
+TOLD = r"^layers\.0 and 1 more layers in float8 are sharded by FSDP1 .*fully_shard, which gathers float8$"
 
 
 def stack() -> torch.nn.Module:
@@ -53,8 +53,10 @@ def test_fsdp1_is_told_once_and_its_bytes_are_counted(rank, world, wraps, use_or
         loss_of(model).backward()
 
 
-def test_fsdp2_is_not_told(rank, world):
-    model = fully_shard(stack())
+@pytest.mark.parametrize("ignores", [False, True])
+def test_fsdp2_is_not_told(rank, world, ignores):
+    model = stack()
+    fully_shard(model, ignored_params={model.layers[1].weight} if ignores else None)
     with warnings.catch_warnings():
         warnings.simplefilter("error", f8sub.Float8Warning)
         loss_of(model).backward()

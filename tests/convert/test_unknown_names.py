@@ -80,6 +80,23 @@ def test_the_nearest_name_is_told(name):
         call()
 
 
+CALLS = {
+    "convert_from_float8": f8sub.convert_from_float8,
+    "an export": lambda model: f8sub.float8_state_dict(model, dtype=torch.bfloat16),
+    "load_float8": lambda model: f8sub.load_float8(model, "folder"),
+    "Monitor": f8sub.Monitor,
+    "sensitivity": lambda model: f8sub.sensitivity(model, torch.sum),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_model_is_told(call):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=f"^{call} takes a model, a torch.nn.Module; got an OrderedDict of"
+    ):
+        CALLS[call](mlp().state_dict())
+
+
 def test_an_option_under_two_names_has_one_value():
     for given in ("tensorwise", "blockwise"):  # the default's name, too
         with pytest.raises(

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import torch
 
 from f8sub.convert import sockets
-from f8sub.convert.checks import is_converted, refuse_sharded
+from f8sub.convert.checks import is_converted, refuse_other_than_a_module, refuse_sharded
 from f8sub.convert.convert import check_ranks_hook, remove_hook, replace_parameter
 from f8sub.features.linear_subclasses.linear_subclasses import plain_class
 from f8sub.linear.float8_linear import Float8Linear
@@ -22,6 +22,7 @@ def convert_from_float8(model: Model) -> Model:
     Raises:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead.
     """
+    refuse_other_than_a_module("convert_from_float8", model)
     refuse_sharded(
         model,
         "convert_from_float8 takes a model before it is sharded; load the state dict into a plain model instead",

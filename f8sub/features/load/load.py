@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, names_of
 from f8sub.features.export.float8_weights import Progress, Rename, renamed
@@ -66,9 +67,8 @@ def load_float8(
 
     Args:
         model: converted or not.
-        folder: with ``config.json`` and ``model.safetensors``, or an index and its files, of the layouts that
-            ``save_float8`` writes, ``quant_method`` fp8 or compressed-tensors, or of fbgemm_fp8 or modelopt's FP8.
-            Experts may be one linear layer each. Static scales of activations, such as ``input_scale``, are left out.
+        folder: with ``config.json`` and ``model.safetensors``, or an index and its files. ``quant_method`` is fp8,
+            compressed-tensors, fbgemm_fp8 or modelopt. Static scales of activations (``input_scale``) are left out.
         rename: from a tensor's name to the checkpoint's. A tensor has its parameter's name; of a model of transformers
             the one that ``save_pretrained`` gives it, and of an expert "MODULE.5.w1.weight".
         strict: raise where the model and the checkpoint have different names; False reads what both have, each expert
@@ -85,6 +85,7 @@ def load_float8(
         Float8ShapeError: a tensor or its scales have another shape.
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
+    refuse_other_than_a_module("load_float8", model)
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
 from f8sub.features.monitor import writers
 from f8sub.features.monitor.gradients import GradientRows, rows_of
@@ -71,6 +72,7 @@ class Monitor:
         roles: Sequence[str] = ROLES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        refuse_other_than_a_module("Monitor", model)
         if type(every) is not int or every < 1:
             raise Float8ConfigError(f"every is a number of steps, 1 or more, got {every!r}")
         if not _is_list_of(str, roles) or not roles:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.features.checked_loss.checked_loss import checked_loss
 from f8sub.features.forwards.forwards import sources_of
@@ -114,6 +115,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             loss.
         Float8NumericsError: the loss, or the harm of a layer, is NaN or infinite.
     """
+    refuse_other_than_a_module("sensitivity", model)
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     weights: dict[str, Sequence[torch.Tensor]] = {fqn: [m.weight] for fqn, m in layers.items()}
     for probe in probes:

@@ -6,6 +6,9 @@ optimizer.step()
 f8sub.precompute_scales(model)              # after every step
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from f8sub import features as _features  # noqa: F401  (enter by sockets)
 from f8sub import optim as optim
 from f8sub import tensor_parallel as tensor_parallel
@@ -26,6 +29,7 @@ from f8sub.features.experts.grouped_linear import grouped_linear
 from f8sub.features.experts.seams import register_experts
 from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
 from f8sub.features.export.save import save_float8
+from f8sub.features.foreign_calls.foreign_calls import no_attribute as _no_attribute
 from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.features.inspect.estimate import Estimate, estimate
 from f8sub.features.load.load import load_float8
@@ -103,3 +107,17 @@ __all__ = [
     "sensitivity",
     "skip_step_if_nonfinite",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public: the folders that hold it are not."""
+    return sorted(
+        [*__all__, *(name for name in globals() if name.startswith("__")), "optim", "tensor_parallel"]
+    )
+
+
+if not _TYPE_CHECKING:  # a type checker would take every name for one that there is
+
+    def __getattr__(name: str) -> _Any:
+        """Raise the error of an attribute that there is not."""
+        raise _no_attribute(name, __dir__())

@@ -1,5 +1,11 @@
 """What can go wrong, by kind. Each message says what was asked, what was found, and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
+MOST_NEAREST = 3
+"""Names like an unknown one that an error tells."""
+
 
 class Float8ConfigError(ValueError):
     """A recipe, format, filter or option that cannot be used as asked."""
@@ -19,6 +25,42 @@ class Float8NumericsError(RuntimeError):
 
 class Float8Warning(UserWarning):
     """Works, but not as the caller probably meant."""
+
+
+def nearest(name: str, known: Iterable[str], most: int = MOST_NEAREST) -> list[str]:
+    """The known names that look like one that there is not, whatever its case and its hyphens; the nearest first."""
+    spelled = {_plain(each): each for each in known}
+    found = difflib.get_close_matches(_plain(name), list(spelled), most)
+    return [spelled[each] for each in found]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+def unknown(what: str, name: object, known: Iterable[str], also: str = "") -> Float8ConfigError:
+    """The error of a name that there is not.
+
+    Args:
+        what: it is a name of.
+        name: that was given.
+        known: names that there are.
+        also: what else could be given, for the end of the message.
+    """
+    names = list(known)
+    near = ", ".join(nearest(str(name), names))
+    told = f" (nearest: {near})" if near else ""
+    return Float8ConfigError(f"unknown {what} {name!r}{told}; choose one of {', '.join(names)}{also}")
+
+
+def shown(value: object) -> str:
+    """A plain value itself; of any other its class, and the package that this is of."""
+    if isinstance(value, str | int | float | bool | type(None)):
+        return repr(value)
+    name = type(value).__name__
+    # Letters of an abbreviation are spoken by their names: an SGD.
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
+    return f"{'an' if name[0] in vowels else 'a'} {name} of {type(value).__module__.partition('.')[0]}"
 
 
 def jit_error(fqn: str, how: str) -> Float8ConfigError:

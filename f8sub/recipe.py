@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from f8sub import recipes
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, nearest, unknown
 from f8sub.formats import Float8Format, why_not_derivable
 
 if TYPE_CHECKING:
@@ -136,15 +136,17 @@ def get_recipe(recipe: Recipe | str, **options: Any) -> Recipe:
             f"options {sorted(options)} go with a recipe's name, got {recipe.name!r} itself"
         )
     if recipe not in recipe_names():
-        raise Float8ConfigError(
-            f"unknown recipe {recipe!r}; choose one of {recipe_names()} or pass an f8sub.Recipe"
-        )
+        raise unknown("recipe", recipe, recipe_names(), ", or pass an f8sub.Recipe")
     module: Any = importlib.import_module(f"{recipes.__name__}.{recipe}")
     if not options:
         return cast(Recipe, module.RECIPE)
     valid = inspect.signature(module.recipe).parameters
-    if unknown := sorted(set(options) - set(valid)):
-        raise Float8ConfigError(f"recipe {recipe!r} has no options {unknown}; it has {list(valid) or 'none'}")
+    if others := sorted(set(options) - set(valid)):
+        near = nearest(others[0], valid)
+        told = f" (nearest: {', '.join(near)})" if near else ""
+        raise Float8ConfigError(
+            f"recipe {recipe!r} has no options {others}{told}; it has {list(valid) or 'none'}"
+        )
     for name, value in options.items():
         if isinstance(valid[name].default, bool) and not isinstance(value, bool):
             raise Float8ConfigError(f"option {name} of recipe {recipe!r} is True or False, got {value!r}")

@@ -345,6 +345,31 @@ def is_fsdp_module(x: object) -> "TypeIs[FSDPModule]":
     return module is not None and isinstance(x, module.FSDPModule)
 
 
+def is_fsdp1_module(x: object) -> bool:
+    """``isinstance(x, FullyShardedDataParallel)``, likewise: FSDP1, which wraps modules."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(x, module.FullyShardedDataParallel)
+
+
+def flattened_by_fsdp1(model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of a model's modules whose parameters FSDP1 flattened, asked while the model is called.
+
+    FSDP1 and FSDP2 mark what they manage alike. So a wrapper of FSDP1 has to be in the model, or to be calling it.
+    """
+    marked = [module for module in modules if vars(module).get("_is_fsdp_managed_module", False)]
+    if marked and (any(map(is_fsdp1_module, model.modules())) or _is_called_by_fsdp1()):
+        return marked
+    return []
+
+
+def _is_called_by_fsdp1() -> bool:
+    code = torch.distributed.fsdp.FullyShardedDataParallel.forward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def default_store() -> Any:
     """The key-value store that the default process group was made with."""
     return distributed_c10d._get_default_store()

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.convert.filters import LayerChoices
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
-from f8sub.torch_compat import is_dtensor, is_fsdp_module
+from f8sub.torch_compat import is_dtensor, is_fsdp1_module, is_fsdp_module
 from f8sub.weights.conversion import Conversion
 
 SKIP_REASON = "float8_skip_reason"
@@ -32,14 +32,25 @@ looks: list[Callable[[Sequence[Chosen], Mapping[str, Any]], None]] = []
 """What features refuse or warn of: of the layers that are to be converted, and of their own options by name."""
 
 
-def refuse_sharded(model: torch.nn.Module) -> None:
-    """A sharded weight's parts cannot become one master weight."""
+def refuse_other_than_a_module(call: str, model: object) -> None:
+    """Raise Float8ConfigError where a function of that name was given something else than a model."""
+    if not isinstance(model, torch.nn.Module):
+        raise Float8ConfigError(f"{call} takes a model, a torch.nn.Module; got {shown(model)}")
+
+
+CONVERT_FIRST = "call convert_to_float8 before fully_shard and parallelize_module, on the whole model"
+
+
+def refuse_sharded(model: torch.nn.Module, todo: str = CONVERT_FIRST) -> None:
+    """A sharded weight's parts cannot become one master weight, nor a plain one; ``todo`` says what to do instead."""
     for fqn, module in model.named_modules():
-        if is_fsdp_module(module) or any(map(is_dtensor, module.parameters(recurse=False))):
+        if (
+            is_fsdp_module(module)
+            or is_fsdp1_module(module)
+            or any(map(is_dtensor, module.parameters(recurse=False)))
+        ):
             raise Float8ConfigError(
-                f"{fqn or 'the model'} is already sharded ({type(module).__name__}): call convert_to_float8 before "
-                "fully_shard and parallelize_module, on the whole model; to go back to plain layers, load the "
-                "state dict into an unconverted model"
+                f"{fqn or 'the model'} is already sharded ({type(module).__name__}): {todo}"
             )
 
 

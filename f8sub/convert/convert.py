@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,9 +42,18 @@ from f8sub.weights.weight import take_place
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for the same options)
+ALIASES = {
+    "recipe_name": "recipe",
+    "module_filter_fn": "filter_fn",
+    "filter_fqns": "skip",
+    "enable_fsdp_float8_all_gather": "float8_all_gather",
+}
+"""Options of ``convert_to_float8`` by torchao's and torchtitan's names, and what f8sub calls them."""
+
+
+def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
     model: Model,
-    recipe: RecipeOrName | Mapping[str, RecipeOrName] = DEFAULT,
+    recipe: RecipeOrName | Mapping[str, RecipeOrName] | None = None,
     *,
     filter_fn: FilterFn | None = None,
     skip: str | Sequence[str] = (),
@@ -57,11 +66,7 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
     experts: bool | str = EXPERTS,
     tokens: int | None = None,
     keep_x: str | Mapping[str, str] = AUTO,
-    module_filter_fn: FilterFn | None = None,
-    filter_fqns: str | Sequence[str] = (),
-    recipe_name: str | None = None,
-    enable_fsdp_float8_all_gather: bool | None = None,
-    **unknown: Never,
+    **other: Any,
 ) -> Model:
     """Turn the linear layers of a model into ``Float8Linear``, in place; call it before ``fully_shard``.
 
@@ -72,8 +77,8 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
         model: any module, on any device, meta included.
         recipe: one of ``recipe_names()``, or a ``Recipe``; or a mapping from glob patterns, as ``skip`` holds them,
             to either: the first that matches a layer's name decides, and a layer that none matches stays as it is.
-            A pattern that decides for no layer is a ``Float8Warning``, and in the report.
-        filter_fn: ``(module, fqn) -> bool``, True to convert. ``module_filter_fn`` is torchao's name for it.
+            A pattern that decides for no layer is a ``Float8Warning``, and in the report. None for "tensorwise".
+        filter_fn: ``(module, fqn) -> bool``, True to convert.
         skip: glob patterns over whole segments of a layer's name; a match skips the layer, in addition to
             ``skip_defaults``. One that matches nothing is a ``Float8Warning``.
         skip_defaults: leave output heads, routers of experts, LoRA adapters and layers that are too small to gain
@@ -91,37 +96,47 @@ def convert_to_float8(  # noqa: PLR0913  (the aliases are the field's names for 
             ``min_dim`` and ``keep_x`` are of linear layers.
         tokens: of one forward, on all GPUs that share experts; without it "auto" assumes 2,048 of them an expert.
         keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.features.keep_x``; or a mapping from patterns to it.
-        module_filter_fn: see ``filter_fn``.
-        filter_fqns: torchtitan's convention: a layer whose name contains one of these strings is skipped, too.
-        recipe_name: torchtitan's name for ``recipe``.
-        enable_fsdp_float8_all_gather: torchao's and torchtitan's name for ``float8_all_gather``.
-        unknown: an error that shows the option of f8sub.
+        other: torchao's and torchtitan's names for the same: ``recipe_name``, ``enable_fsdp_float8_all_gather``,
+            ``module_filter_fn``, and ``filter_fqns``, strings of which none may be in a layer's name. Any other keyword
+            is an error that shows f8sub's.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Float8ConfigError: unknown option, recipe or backend, a model that is already sharded or converted with
-            another recipe, tied layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot
-            take, a torch that is not known, or, when ``strict``, nothing to convert.
+        Float8ConfigError: unknown option, recipe or backend, an option under two names with two values, a
+            filter that takes no module and name, a model that is already sharded or converted with another recipe, tied
+            layers whose recipes read the weight differently, a ``keep_x`` that a recipe cannot take, a torch that is
+            not known, or, when ``strict``, nothing to convert.
     """
-    sockets.check_call(model, recipe, unknown, inspect.signature(convert_to_float8).parameters)
-    if recipe_name is not None and recipe not in (DEFAULT, recipe_name):
-        raise Float8ConfigError(
-            f"recipe={recipe!r} and recipe_name={recipe_name!r} are the same option; give one of them"
-        )
+    options = [name for name in inspect.signature(convert_to_float8).parameters if name != "other"]
+    unknown = {name: value for name, value in other.items() if name not in ALIASES}
+    sockets.check_call(model, recipe, unknown, [*options, *ALIASES])
+    recipe = _one_of("recipe", recipe, other)
+    gathered = _one_of("float8_all_gather", None if float8_all_gather else False, other)
+    filter_fqns: str | Sequence[str] = other.get("filter_fqns", ())
     selection = Selection(
-        recipes=layer_recipes(recipe_name or recipe),
+        recipes=layer_recipes(DEFAULT if recipe is None else recipe),
         kept=sockets.layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
-        filter_fns=[given for given in (filter_fn, module_filter_fn) if given is not None],
+        filter_fns=[given for given in (filter_fn, other.get("module_filter_fn")) if given is not None],
         defaults=skip_defaults,
         min_dim=min_dim,
     )
-    gathered = float8_all_gather if enable_fsdp_float8_all_gather is None else enable_fsdp_float8_all_gather
     of_features = {"primary_weights": primary_weights, "experts": experts, "tokens": tokens}
-    return _convert_selected(model, selection, backend, strict, gathered, of_features)
+    return _convert_selected(model, selection, backend, strict, gathered is not False, of_features)
+
+
+def _one_of(name: str, given: Any, other: Mapping[str, Any]) -> Any:
+    """An option's value, or that of its alias; None where neither was given. Float8ConfigError where they differ."""
+    alias = next(alias for alias, of in ALIASES.items() if of == name)
+    by_alias = other.get(alias)
+    if given is not None and by_alias is not None and given != by_alias:
+        raise Float8ConfigError(
+            f"{name}={given!r} and {alias}={by_alias!r} are the same option; give one of them"
+        )
+    return by_alias if given is None else given
 
 
 def _convert_selected(

@@ -1,5 +1,6 @@
 """Which layers are converted, and with which recipe: one reason for every layer that is not."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 
 from f8sub.convert import sockets
 from f8sub.convert.patterns import matches
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, shown
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
@@ -81,7 +82,8 @@ class Selection:
         skip: this and what follows as ``convert_to_float8`` takes them; ``defaults`` is its ``skip_defaults``.
 
     Raises:
-        Float8ConfigError: a pattern that is no string, or a limit that is no number of features.
+        Float8ConfigError: a pattern that is no string, a filter that takes no module and name, or a limit that is no
+            number of features.
     """
 
     recipes: LayerChoices[Recipe | None]
@@ -97,6 +99,8 @@ class Selection:
             patterns = given if isinstance(given, Iterable) else [given]
             if wrong := [pattern for pattern in patterns if not isinstance(pattern, str)]:
                 raise Float8ConfigError(f"{option} takes patterns of layers' names, got {wrong[0]!r}")
+        for function in self.filter_fns:
+            _check_filter(function)
         if self.min_dim is not None and (type(self.min_dim) is not int or self.min_dim < 0):
             raise Float8ConfigError(f"min_dim is a number of features or None, got {self.min_dim!r}")
 
@@ -146,6 +150,21 @@ class Selection:
         if any(size % MULTIPLE or not size for size in sizes):
             return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
         return why_not_weight(module.weight)
+
+
+def _check_filter(function: Any) -> None:
+    """Float8ConfigError for a filter that cannot be called with a module and its name."""
+    said = "filter_fn is called with a layer and its name, (module, fqn), and returns True to convert it"
+    if not callable(function):
+        raise Float8ConfigError(f"{said}; got {shown(function)}")
+    try:
+        parameters = inspect.signature(function)
+    except ValueError:  # a builtin may not say what it takes
+        return
+    try:
+        parameters.bind(None, "")
+    except TypeError as error:
+        raise Float8ConfigError(f"{said}; got a function of {parameters}") from error
 
 
 def why_not_weight(weight: torch.Tensor, name: str = "its weight") -> str | None:

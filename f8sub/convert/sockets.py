@@ -64,7 +64,7 @@ layer_keep_x: Callable[[Any], Any]
 """The option ``keep_x`` as ``LayerChoices``; raises an error for one that there is not."""
 
 check_call: Callable[[Any, Any, Mapping[str, Any], Iterable[str]], None]
-"""Raises an error for a model or a recipe that is none, and for unknown keywords; the last argument has known ones."""
+"""Raises an error for a model or a recipe that there is not, and for unknown keywords, given the known ones."""
 
 why_not_class: Callable[[torch.nn.Linear], str | None]
 """Why a linear layer's class cannot become a float8 one; None where it can."""

@@ -24,6 +24,7 @@ from f8sub.features.report import reference_warning as reference_warning
 from f8sub.features.scales_of_a_byte import scales_of_a_byte as scales_of_a_byte
 from f8sub.features.searched_experts import searched as searched
 from f8sub.features.sensitive_experts import sensitive as sensitive
+from f8sub.features.shard_checks import fsdp1 as fsdp1
 from f8sub.features.shard_checks import shard_checks as shard_checks
 from f8sub.features.shared_inputs import shared_inputs as shared_inputs
 from f8sub.features.slicing import handlers as handlers

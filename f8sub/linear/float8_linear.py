@@ -56,6 +56,12 @@ class Float8Linear(torch.nn.Linear):
     float8_all_gather: bool
     keep_x: str
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise Float8ConfigError(
+            f"{type(self).__name__} is made by f8sub.convert_to_float8, of an nn.Linear in a model; build the model "
+            "with nn.Linear and convert it, or one layer: f8sub.convert_to_float8(nn.Linear(in_features, out_features))"
+        )
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
         x = input  # nn.Linear's name, which callers and sharding plans know it by
         if x.dtype not in HIGH_PRECISION:

@@ -4,14 +4,14 @@ import functools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.torch_compat import is_capturing, untraced
+from f8sub.errors import Float8ConfigError, Float8Warning, shown
+from f8sub.torch_compat import is_capturing, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import Weight, local_tensor
@@ -66,6 +66,8 @@ def watch_optimizer_steps() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     stepped = _stepped_by(optimizer, Weight)
+    if not torch.compiler.is_compiling():
+        _warn_of_early(optimizer, stepped)
     for conversion, weights in stepped.items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
@@ -110,6 +112,30 @@ def _stepped_by(
     return found
 
 
+_early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that were told of."""
+
+
+def _warn_of_early(
+    optimizer: torch.optim.Optimizer, stepped: Mapping[Conversion | None, Sequence[torch.Tensor]]
+) -> None:
+    """Warn, once, of an optimizer that was made before ``fully_shard``: it holds parameters that no module has."""
+    if optimizer in _early:
+        return
+    for weight in (weight for weights in stepped.values() for weight in weights if not is_dtensor(weight)):
+        record = local_tensor(weight).record  # type: ignore[attr-defined]
+        if record is not None and record.entered and is_dtensor(record.parameter):
+            _early.add(optimizer)
+            warnings.warn(
+                f"{record.fqn}: the {type(optimizer).__name__} was made before fully_shard, which put another "
+                "parameter in the place of the one that it steps, so it trains nothing; make it of "
+                "model.parameters() after fully_shard",
+                Float8Warning,
+                stacklevel=4,
+            )
+            return
+
+
 def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
     for conversion, weights in stepped.items():
         masters = [local for weight in weights if isinstance(local := local_tensor(weight), MasterWeight)]
@@ -126,7 +152,8 @@ _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDict
 
 def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """What ``precompute_scales`` takes, as a list."""
-    return [model] if isinstance(model, torch.nn.Module) or not isinstance(model, Iterable) else list(model)
+    is_one = isinstance(model, torch.nn.Module | Mapping) or not isinstance(model, Iterable)
+    return [model] if is_one else list(model)  # type: ignore[list-item, arg-type]
 
 
 def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
@@ -137,10 +164,11 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
     """
     found: dict[Conversion, None] = {}
     for index, part in enumerate(parts):
-        what = type(part).__name__ + ("" if len(parts) == 1 else f" at index {index} of {len(parts)}")
+        at = "" if len(parts) == 1 else f" at index {index} of {len(parts)}"
         if not isinstance(part, torch.nn.Module):
             raise Float8ConfigError(
-                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got a {what}"
+                f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got "
+                f"{shown(part)}{at}"
             )
         made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
@@ -149,8 +177,8 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
             conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
             if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(
-                    f"precompute_scales was given a {what} that was never converted, so it has no float8 weights; "
-                    "call f8sub.convert_to_float8(model) first, before fully_shard"
+                    f"precompute_scales was given a {type(part).__name__}{at} that was never converted, so it has no "
+                    "float8 weights; call f8sub.convert_to_float8(model) first, before fully_shard"
                 )
             _warn_of_replaced(part)
             alive = sum(conversion.alive for conversion in conversions)

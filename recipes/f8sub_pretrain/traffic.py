@@ -1,4 +1,4 @@
-"""Count what goes over the wire, at the calls that FSDP2 and f8sub make to ``torch.distributed``."""
+"""Count what goes over the wire, at the calls that FSDP2, FSDP1 and f8sub make to ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def count_traffic() -> Iterator[Traffic]:
 
         return all_gather
 
+    all_gather_call = dist.all_gather
+
+    def all_gather_of_list(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        # FSDP1 on CPUs gathers into parts of one tensor; lists of small tensors of their own are what ranks tell.
+        if len(tensors) > 1 and len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1:
+            traffic.all_gather_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return all_gather_call(tensors, *args, **kwargs)
+
     def counted_reduction(call: Callable[..., Any]) -> Callable[..., Any]:
         def reduction(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             traffic.reduced_bytes += input.numel() * input.element_size()
@@ -65,5 +73,6 @@ def count_traffic() -> Iterator[Traffic]:
         for name, count in counted.items():
             if hasattr(dist, name):
                 patches.enter_context(mock.patch.object(dist, name, count(getattr(dist, name))))
+        patches.enter_context(mock.patch.object(dist, "all_gather", all_gather_of_list))
         patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
         yield traffic

@@ -11,24 +11,10 @@ from typing import Any
 
 import torch
 from f8sub_example import BLOCK, Tokens, build_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import f8sub
-
-
-class Float8Scales(TrainerCallback):
-    """Give it to the Trainer: scales once the model is sharded and loaded, and after every optimizer step."""
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **others: Any
-    ) -> None:
-        """Register the hook on this training's optimizer."""
-        f8sub.precompute_scales(model)
-        self.hook = f8sub.register_precompute_hook(optimizer, model)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Take it out again."""
-        self.hook.remove()
+from f8sub.integrations.transformers import Float8Callback
 
 
 def arguments(folder: str, **options: Any) -> TrainingArguments:
@@ -56,7 +42,7 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
 def build_trainer(options: TrainingArguments) -> Trainer:
     """A Trainer of a converted model."""
     model: torch.nn.Module = f8sub.convert_to_float8(build_model(), recipe="tensorwise")
-    return Trainer(model=model, args=options, train_dataset=Tokens(), callbacks=[Float8Scales()])
+    return Trainer(model=model, args=options, train_dataset=Tokens(), callbacks=[Float8Callback()])
 
 
 def main() -> None:

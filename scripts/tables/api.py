@@ -81,6 +81,7 @@ SECTIONS = {
     ),
     "f8sub.optim": ("f8sub.optim", []),
     "f8sub.tensor_parallel": ("f8sub.tensor_parallel", []),
+    "f8sub.integrations.transformers": ("f8sub.integrations.transformers", []),
     "f8sub.titan": ("f8sub.titan", []),
 }
 """Title -> module, and its names in order; the rest of the module's public names follow by themselves."""
@@ -419,7 +420,7 @@ def page() -> str:
 def anchor(module: str, name: str) -> str:
     """Of the heading, as GitHub makes it."""
     shown = name if module == "f8sub" else f"{module.removeprefix('f8sub.')}{name}"
-    return shown.lower()
+    return shown.lower().replace(".", "")
 
 
 def main() -> None:

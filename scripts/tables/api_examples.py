@@ -447,6 +447,18 @@ def Float8Warning():
         f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))  # nothing to warn of
 
 
+def integrations_transformers_Float8Callback():
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from f8sub.integrations.transformers import Float8Callback
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = f8sub.convert_to_float8(LlamaForCausalLM(config))
+    trainer = Trainer(model=model, args=TrainingArguments(report_to="none"), callbacks=[Float8Callback()])
+
+
 def optim_MasterWeights():
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)).bfloat16())
     optimizer = f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=3e-4))

@@ -39,6 +39,8 @@ NAMES = {
     "f8sub",
     "f8sub.__main__",
     "f8sub.features",
+    "f8sub.integrations",
+    "f8sub.integrations.transformers",
     "f8sub.optim",
     "f8sub.recipes.delayed",
     "f8sub.tensor_parallel",

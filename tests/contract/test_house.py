@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = ("values", "kernels", "tensor", "weights", "linear", "convert", "features", "names")
 """In the order of the flows: a module imports its own folder or those before it."""
 VALUES = {"errors", "formats", "host_copy", "recipe", "recipes", "torch_compat", "version"}
-NAMES = {"__init__", "__main__", "optim", "recipes.delayed", "tensor_parallel", "titan"}
+NAMES = {"__init__", "__main__", "integrations", "optim", "recipes.delayed", "tensor_parallel", "titan"}
 """Modules under f8sub that give users the names of what the folders hold."""
 MOST_LINES_OF_A_FUNCTION = 80
 

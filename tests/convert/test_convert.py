@@ -236,6 +236,17 @@ def test_converting_after_fully_shard_is_an_error(rank, world):
     assert type(model.down) is nn.Linear
 
 
+@pytest.mark.parametrize("world", [1])
+def test_converting_back_after_fully_shard_is_an_error_of_its_own(rank, world):
+    model = f8sub.convert_to_float8(mlp())
+    fully_shard(model)
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="convert_from_float8 takes a model before it is sharded"
+    ) as told:
+        f8sub.convert_from_float8(model)
+    assert "call convert_to_float8" not in str(told.value)
+
+
 @on_each_recipe
 def test_back_to_plain_layers_is_bitwise(recipe):
     expected = mlp()

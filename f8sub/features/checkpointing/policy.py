@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import unknown
 from f8sub.torch_compat import reduce_scatter_node
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
         Float8ConfigError: no such ``keep``.
     """
     if keep not in KEEP:
-        raise Float8ConfigError(f"unknown keep={keep!r}; choose one of {', '.join(map(repr, KEEP))}")
+        raise unknown("keep", keep, KEEP)
     every_product, saved = keep == "gemms", ATTENTION | COMMUNICATION | set(save)
 
     def contexts() -> Any:

@@ -9,11 +9,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.features.doctor.command import add_doctor
 from f8sub.features.inspect.command import add_inspect
 from f8sub.features.offline_export.command import add_export
 from f8sub.features.step_model.command import add_estimate
+from f8sub.version import __version__
 
 COMMANDS = (add_doctor, add_inspect, add_estimate, add_export)
 """Each adds one command, whose ``run`` takes the parsed arguments and returns a text and an exit status."""
@@ -28,6 +31,9 @@ FAILED = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     parser = argparse.ArgumentParser(prog="f8sub", description="Float8 training for PyTorch, made for FSDP2.")
+    parser.add_argument(
+        "--version", action="version", version=f"f8sub {__version__}, torch {torch.__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)

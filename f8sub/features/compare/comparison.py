@@ -2,15 +2,26 @@
 
 import html
 import os
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from f8sub.errors import Float8ConfigError
 
+WIDTH = 100
+"""Columns of what stands under the tables."""
+
 REFERENCE = "bf16"
 NOISE = "bf16, other order of sums"
 """Labels of the runs without float8."""
+
+
+USUAL = (
+    "Usual of 8 bits: a gradient is 5 to 10 % off, its cosine is 0.995 or more, and x noise is 5 to 200. Of nvfp4: 30 "
+    "to 40 %, 0.93, and five times as much noise. One far above the others is worth a look with f8sub.Monitor."
+)
+"""Medians over the parameters of Llamas of 4 and 8 layers, 20 steps trained, 2 batches, by every recipe."""
 
 
 class Gradient(NamedTuple):
@@ -86,9 +97,9 @@ class Comparison:
             raise Float8ConfigError(f"no run is called {run!r}; there is {', '.join(map(repr, self.losses))}")
 
     def __str__(self) -> str:
-        """A table of the losses, and one of the worst gradients."""
-        tables = [self._losses(), self._worst()]
-        return "\n\n".join("\n".join(_aligned(table)) for table in tables)
+        """A table of the losses, one of the worst gradients, and what is usual."""
+        tables = ["\n".join(_aligned(table)) for table in (self._losses(), self._worst())]
+        return "\n\n".join([tables[0], _wrapped(self._words()), tables[1], _wrapped(USUAL)])
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``index.html`` with both tables, ``loss.png`` and ``gradients.png``.
@@ -111,7 +122,8 @@ class Comparison:
             "<style>body{font-family:sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .8em;"
             "text-align:right}td:first-child{text-align:left}img{max-width:100%}</style>\n"
             f"<h1>float8 beside bf16</h1>\n<p>{html.escape(self._words())}</p>\n"
-            f"{_html(self._losses())}{_html(self._worst(16))}{pictures}"
+            f"{_html(self._losses())}{_html(self._worst(16))}"
+            f"<p>{html.escape(USUAL)}</p>\n{pictures}"
         )
         return page
 
@@ -174,6 +186,10 @@ class Comparison:
         axes.set_xlabel("relative error of the gradient")
         axes.legend()
         return figure
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH)
 
 
 def _rms(values: list[float], exact: list[float]) -> float:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import torch
 
 from f8sub.convert import sockets
-from f8sub.convert.checks import is_converted, refuse_sharded
+from f8sub.convert.checks import is_converted, refuse_other_than_a_module, refuse_sharded
 from f8sub.convert.convert import check_ranks_hook, remove_hook, replace_parameter
 from f8sub.errors import Float8ConfigError
 from f8sub.features.linear_subclasses.linear_subclasses import plain_class
@@ -24,7 +24,11 @@ def convert_from_float8(model: Model) -> Model:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead. Or a converted module
             has parametrizations.
     """
-    refuse_sharded(model)
+    refuse_other_than_a_module("convert_from_float8", model)
+    refuse_sharded(
+        model,
+        "convert_from_float8 takes a model before it is sharded; load the state dict into a plain model instead",
+    )
     _refuse_parametrized(model)
     module: Any
     for module in model.modules():

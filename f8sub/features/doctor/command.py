@@ -11,7 +11,9 @@ from f8sub.features.doctor.page import page
 def add_doctor(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "what of f8sub works on this machine, proved by running it; status 1 where no recipe is native"
-    made = commands.add_parser("doctor", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    made = commands.add_parser(
+        "doctor", help=words, description=f"{words[0].upper()}{words[1:]}.", usage="%(prog)s [--json]"
+    )
     made.add_argument("--json", action="store_true", help="print all that was found as JSON")
     made.set_defaults(run=run)
 

@@ -7,7 +7,7 @@ GPUs are an H200's, scaled by what data sheets say of both, but for the copies o
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, unknown
 from f8sub.features.report.reference_warning import REFERENCE_TIMES_BF16
 from f8sub.formats import ALL, Float8Format, ScaleRule
 from f8sub.recipe import GemmSpec
@@ -91,7 +91,6 @@ _HOPPER = {
 """Fitted to an H200; a product's results are written besides. Data sheet: 989 in bf16, 1979 in float8, dense."""
 
 _BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, MX), 4500 / 1979)}
-_MI300X = {HIGH: 1307 / 989, WHOLE: 2615 / 1979, ROWS: 2615 / 1979}
 """Ratios of data sheets' dense peaks to an H200's, of 4 and of 8 bits to its 8."""
 
 _GROUPED = frozenset(_HOPPER) - {HIGH}
@@ -137,25 +136,35 @@ H100 = replace(
 """Its copies were measured: in a profiled step of docs/experts.md, eager bf16 of Qwen3-30B-A3B, kernels that read and
 write 0.4 to 1.6 GB have 3.07 to 3.10 TB/s: SwiGLU's, and the sum of two gradients."""
 B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9, grouped=frozenset({ROWS}))
-MI300X = _by_data_sheet(
-    "MI300X",
-    _MI300X,
-    5.3,
-    896,
-    192e9,
-    ", not measured; it multiplies e4m3fnuz, to which f8sub does not cast yet",
+GPUS = {gpu.name: gpu for gpu in (H200, H100, B200)}
+"""Sources: NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200."""
+
+_NO_FLOAT8, _OTHER_FLOAT8 = (
+    "it has no float8 tensor cores",
+    "it multiplies e4m3fnuz, to which f8sub does not cast",
 )
+WITHOUT_GAIN = {
+    **dict.fromkeys(("V100", "A100"), _NO_FLOAT8),
+    **dict.fromkeys(("MI300X", "MI325X"), _OTHER_FLOAT8),
+}
+"""GPUs that users ask for, and why float8 by f8sub gains nothing on them."""
 
-GPUS = {gpu.name: gpu for gpu in (H200, H100, B200, MI300X)}
-"""Sources: NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200, AMD's of the MI300X."""
 
+def gpu_of(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
+    """The GPU of that name, in whatever case it is written.
 
-def gpu_of(name: str) -> Gpu:
-    """The GPU of that name.
+    Args:
+        name: as users write it.
+        known: GPUs by name.
 
     Raises:
-        Float8ConfigError: there is none; the message lists them.
+        Float8ConfigError: there is none, and the message lists them; or float8 gains nothing on it.
     """
-    if name not in GPUS:
-        raise Float8ConfigError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}")
-    return GPUS[name]
+    of_name = {known_name.lower(): gpu for known_name, gpu in known.items()}
+    if (found := of_name.get(name.lower())) is not None:
+        return found
+    if why := WITHOUT_GAIN.get(name.upper()):
+        raise Float8ConfigError(
+            f"{name.upper()} gains nothing by f8sub: {why}; choose one of {', '.join(known)}"
+        )
+    raise unknown("GPU", name, known)

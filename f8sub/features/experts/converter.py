@@ -44,7 +44,7 @@ class ExpertsConverter(Converter):
         options: Mapping[str, Any],
     ) -> str | None:
         if not options["experts"]:
-            return "experts=True converts it"
+            return "pass experts=True to convert"
         if options.get("primary_weights") and recipe is not None:
             refuse_delayed(fqn or "(root)", recipe)
         if options["experts"] != AUTO_EXPERTS or recipe is None or self.why_not(modules[fqn]) is not None:

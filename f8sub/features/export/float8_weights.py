@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.features.export.codes import (
     Part,
@@ -79,6 +80,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
         Float8ConfigError: there is no float8 layer, the layout cannot hold one, or ``dtype`` is none that a forward
             computes in.
     """
+    refuse_other_than_a_module("an export", model)
     if dtype is not None and dtype not in _COMPUTED:
         raise Float8ConfigError(
             f"dtype is what the forward computes in, one of {', '.join(map(str, _COMPUTED))}; got {dtype!r}"

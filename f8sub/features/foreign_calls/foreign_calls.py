@@ -1,13 +1,12 @@
-"""Calls written for torchao, TransformerEngine or torchtitan: errors that show the same call of f8sub."""
+"""Names and calls of torchao, TransformerEngine or torchtitan: errors that show those of f8sub."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from f8sub.convert import sockets
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, nearest, shown
 from f8sub.recipe import Recipe, recipe_names
 
 CALL = "f8sub.convert_to_float8(model, recipe='tensorwise', filter_fn=lambda module, fqn: ..., float8_all_gather=True)"
@@ -25,6 +24,49 @@ MEANT = {
 """Options of other libraries' calls, and what stands for each in f8sub's."""
 
 
+NAMES = {
+    "convert_to_float8_training": "f8sub.convert_to_float8(model)",
+    "Float8LinearConfig": "f8sub.convert_to_float8(model, recipe=...)",
+    "precompute_float8_dynamic_scale_for_fsdp": "f8sub.precompute_scales(model)",
+    "WeightWithDynamicFloat8CastTensor": "a parameter of f8sub.Float8Linear, saved as a plain tensor",
+    "CastConfig": "a format of f8sub.Recipe, or Recipe.with_high_precision(...)",
+    "Float8GemmConfig": "f8sub.GemmSpec(fast_accum=...)",
+    "Float8ColwiseParallel": "f8sub.tensor_parallel.Float8ColwiseParallel",
+    "Float8RowwiseParallel": "f8sub.tensor_parallel.Float8RowwiseParallel",
+    "PrepareFloat8ModuleInput": "f8sub.tensor_parallel.PrepareFloat8ModuleInput",
+    "Linear": "an nn.Linear that f8sub.convert_to_float8(model) converts",
+    "LayerNormLinear": "a norm and an nn.Linear under torch.compile",
+    "LayerNormMLP": "a norm and nn.Linear layers under torch.compile",
+    "GroupedLinear": "f8sub.grouped_linear",
+    "fp8_autocast": "f8sub.autocast(recipe=, enabled=), and nothing around the usual forward",
+    "Float8CurrentScaling": 'the recipe "tensorwise"',
+    "Float8BlockScaling": 'the recipe "blockwise"',
+    "MXFP8BlockScaling": 'the recipe "mxfp8"',
+    "NVFP4BlockScaling": 'the recipe f8sub.get_recipe("nvfp4", stochastic_rounding=True, hadamard=True)',
+    "DelayedScaling": 'the recipe f8sub.get_recipe("delayed", ...)',
+    "CustomRecipe": "f8sub.Recipe",
+    "quantized_model_init": "f8sub.convert_to_float8(model, primary_weights=True)",
+    "fp8_model_init": "f8sub.convert_to_float8(model, primary_weights=True)",
+    "FusedAdam": "f8sub.optim.MasterWeights(torch.optim.AdamW(...))",
+    "Float8Converter": "f8sub.titan.Float8Converter",
+    "titan": "a module that is imported by itself: import f8sub.titan",
+}
+"""Names of other libraries' modules, as docs/migration.md has them, and what stands for each in f8sub."""
+
+
+def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
+    """The error of an attribute that f8sub has not, with what stands for another library's name, or the nearest names.
+
+    Args:
+        name: that was asked for.
+        known: f8sub's own.
+    """
+    near = ", ".join(nearest(name, known))
+    meant = NAMES.get(name)
+    told = f"; there is {meant}" if meant else f" (nearest: {near})" if near else ""
+    return AttributeError(f"module 'f8sub' has no attribute {name!r}{told}", name=name)
+
+
 def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:
     """Raise a ``Float8ConfigError`` that says what stands here for the arguments of another library's call.
 
@@ -35,16 +77,16 @@ def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options:
         options: those that it has.
     """
     for name, value in unknown.items():
-        meant = MEANT.get(name) or next(iter(difflib.get_close_matches(name, list(options), 1)), None)
+        meant = MEANT.get(name) or next(iter(nearest(name, options)), None)
         advice = f"use {meant}; " if meant else ""
         raise Float8ConfigError(
-            f"convert_to_float8 has no option {name!r}, got {name}={_shown(value)}: {advice}f8sub's call is {CALL}"
+            f"convert_to_float8 has no option {name!r}, got {name}={shown(value)}: {advice}f8sub's call is {CALL}"
         )
     if not isinstance(model, torch.nn.Module):
         raise Float8ConfigError(
-            f"convert_to_float8 takes a model, a torch.nn.Module, got {_shown(model)}: f8sub's call is {CALL}"
+            f"convert_to_float8 takes a model, a torch.nn.Module, got {shown(model)}: f8sub's call is {CALL}"
         )
-    if isinstance(recipe, str | Recipe | Mapping):
+    if recipe is None or isinstance(recipe, str | Recipe | Mapping):
         return
     if callable(recipe):
         raise Float8ConfigError(
@@ -52,15 +94,8 @@ def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options:
             f"{CALL}"
         )
     raise Float8ConfigError(
-        f"recipe is one of {recipe_names()} or an f8sub.Recipe, got {_shown(recipe)}: f8sub's call is {CALL}"
+        f"recipe is one of {recipe_names()} or an f8sub.Recipe, got {shown(recipe)}: f8sub's call is {CALL}"
     )
-
-
-def _shown(value: Any) -> str:
-    """A plain value itself; of any other the class and where that comes from."""
-    if isinstance(value, str | int | float | bool | type(None)):
-        return repr(value)
-    return f"a {type(value).__name__} of {type(value).__module__.partition('.')[0]}"
 
 
 sockets.check_call = refuse_foreign

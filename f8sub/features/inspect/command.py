@@ -6,7 +6,8 @@ from typing import Any
 
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
-from f8sub.features.estimate.gpus import GPUS
+from f8sub.features.command_line.choices import add_choice
+from f8sub.features.estimate.gpus import GPUS, gpu_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
 from f8sub.features.experts_option.experts_option import AUTO_EXPERTS
 from f8sub.features.inspect.estimate import estimate
@@ -20,16 +21,18 @@ EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPER
 def add_inspect(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
-    made = commands.add_parser("inspect", help=words, description=f"{words[0].upper()}{words[1:]}.")
-    made.add_argument("model", metavar="MODEL", help=FORMS)
-    made.add_argument("--recipe", nargs="+", choices=recipe_names(), help="all by default")
-    made.add_argument(
-        "--gpu", nargs="+", choices=GPUS, default=list(GPUS), help="the first counts for layers"
+    usage = "%(prog)s MODEL [options]"
+    made = commands.add_parser(
+        "inspect", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
     )
+    made.add_argument("model", metavar="MODEL", help=FORMS)
+    add_choice(made, "--recipe", recipe_names(), "all by default", nargs="+")
+    of_gpu = {"nargs": "+", "default": list(GPUS), "find": lambda text: gpu_of(text).name}
+    add_choice(made, "--gpu", GPUS, "the first counts for layers", **of_gpu)
     made.add_argument("--tokens", type=int, default=8192, help="of one GPU in a step (8192)")
     made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
     made.add_argument("--mesh", default="8", help="GPUs that shard the weights; REPLICASxSHARDS for HSDP (8)")
-    made.add_argument("--checkpoint", choices=CHECKPOINTS, default=SELECTIVE, help=f"({SELECTIVE})")
+    add_choice(made, "--checkpoint", CHECKPOINTS, f"({SELECTIVE})", default=SELECTIVE)
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
     add_experts(made)
     made.add_argument("--json", action="store_true", help="print all figures as JSON")
@@ -40,7 +43,7 @@ def add_experts(made: argparse.ArgumentParser) -> None:
     """Add the option ``--experts``."""
     default = str(EXPERTS).lower()
     words = f"whether experts of a mixture are converted, auto: those that gain ({default})"
-    made.add_argument("--experts", choices=EXPERTS_WORDS, default=default, help=words)
+    add_choice(made, "--experts", EXPERTS_WORDS, words, default=default)
 
 
 def run(arguments: argparse.Namespace) -> tuple[str, int]:

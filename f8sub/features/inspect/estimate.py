@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.sockets import EXPERTS
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, unknown
 from f8sub.features.estimate import seconds
 from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE, Run
@@ -20,6 +20,7 @@ from f8sub.features.inspect.advice import advice, fits, one_of, recommended
 from f8sub.features.inspect.page import page
 from f8sub.features.layer_kinds.layer_kinds import name_of
 from f8sub.features.model_shapes.layers import Product, Shapes, alike, shapes_of
+from f8sub.features.named_models.load import named_or_given
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 
 
@@ -144,7 +145,7 @@ class Estimate:
 
 
 def estimate(  # noqa: PLR0913  (a model, and how it is trained)
-    model: torch.nn.Module,
+    model: torch.nn.Module | str,
     recipes: str | Recipe | Sequence[str | Recipe] | None = None,
     *,
     gpus: str | Sequence[str] = tuple(GPUS),
@@ -159,7 +160,8 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
 
     Args:
         model: on any device, meta included; converted or not. Of one that is not, what ``convert_to_float8`` would
-            convert. Where some parameters are frozen and others are not, memory is that of adapters over a frozen base.
+            convert. Or what ``python -m f8sub inspect`` takes for it, such as "llama3-8b". Where some parameters are
+            frozen and others are not, memory is that of adapters over a frozen base.
         recipes: names or recipes, or one; None for all that come with f8sub.
         gpus: names, or one; the layers' figures and the advice are those of the first.
         tokens: of one GPU in one step.
@@ -179,6 +181,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     found = tuple(gpu_of(name) for name in ([gpus] if isinstance(gpus, str) else gpus))
     if not found:
         raise Float8ConfigError(f"gpus is empty; choose of {', '.join(GPUS)}")
+    model = named_or_given(model)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
     if not shapes.products:
         raise Float8ConfigError("the model multiplies by no weights that f8sub could convert or count")
@@ -215,7 +218,7 @@ def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Ru
     if sequence > tokens:
         raise Float8ConfigError(f"a GPU's {tokens} tokens hold no sequence of {sequence}: give more tokens")
     if checkpoint not in CHECKPOINTS:
-        raise Float8ConfigError(f"unknown checkpoint policy {checkpoint!r}; choose one of {CHECKPOINTS}")
+        raise unknown("checkpoint policy", checkpoint, CHECKPOINTS)
     return Run(tokens, sequence, mesh[-1], mesh[0] if len(mesh) == 2 else 1, checkpoint)
 
 

@@ -27,15 +27,13 @@ _PEFTS = re.compile(r"\.base_layer$|(?<=\.lora_[AB])\.\w+$")
 
 def page(estimate: Estimate) -> str:
     """The whole page."""
-    letters = _letters(estimate)
-    sections = (
-        _head(estimate),
-        _steps(estimate, letters),
-        _layers(estimate, letters),
-        _memory(estimate),
-        _wire(estimate),
-        ["What to do", *_bullets(estimate.advice)],
-    )
+    todo = ["What to do", *_bullets(estimate.advice)]
+    if all(group.reason is not None for group in estimate.groups):  # float8 would change no figure
+        sections = [_head(estimate), _layers(estimate, {}), todo]
+    else:
+        letters = _letters(estimate)
+        sections = [_head(estimate), _steps(estimate, letters), _layers(estimate, letters)]
+        sections += [_memory(estimate), _wire(estimate), todo]
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
@@ -105,8 +103,9 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     first = estimate.gpus[0].name
     columns = {name: estimate.of(first, name).groups for name in letters}
     head = "".join(f"{letter:>{RATIO}}" for letter in letters.values())
+    speeds = f"; speed on {first}, recipes by letter" if letters else ""
     lines = [
-        f"Layers: share of all products with weights; speed on {first}, recipes by letter",
+        f"Layers: share of all products with weights{speeds}",
         f"  {'':<{NAME}}{'layers':>{COUNT}}{'N x K':>{SHAPE}}{'share':>{FLOPS}}{head}".rstrip(),
     ]
     ranked = sorted(range(len(estimate.groups)), key=lambda i: -estimate.groups[i].flops_share)[:MOST_ROWS]

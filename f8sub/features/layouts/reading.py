@@ -11,6 +11,21 @@ from f8sub.formats import ALL, Tile
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Names of a layer's scales. Sources: see ``layouts``; DeepSeek-V4's files have the last."""
 
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "activation_scale",
+    "input_scale_ub",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+)
+"""Names of static scales of activations, which an engine casts by, and training does not.
+
+Sources: the files of compressed-tensors and ModelOpt, transformers' ``FP8Linear``, FBGEMM's bound, and vLLM's
+``maybe_remap_kv_scale_name`` for a cache of keys and values.
+"""
+
 
 class Source(NamedTuple):
     """A tensor of the checkpoint that a parameter, or a part of one, comes from.
@@ -48,6 +63,17 @@ def scale_of(name: str, checkpoint: Collection[str], config: dict[str, Any]) -> 
     )
 
 
+def is_of_activations(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor is a static scale of activations.
+
+    Args:
+        name: of the tensor.
+        modules: names of the layers whose weights are float8, and of the modules that these are in.
+    """
+    module, _, leaf = name.rpartition(".")
+    return leaf in _OF_ACTIVATIONS and module in modules
+
+
 def tile_of(layer: str, config: dict[str, Any]) -> Tile:
     """The blocks of a layer's scales, as ``config.json`` says.
 
@@ -70,6 +96,10 @@ def _tile_of(layer: str, quantization: dict[str, Any]) -> Tile:
     if method == "fp8":
         block = quantization.get("weight_block_size")
         return Tile(*block) if block else Tile(ALL, ALL)
+    if method == "fbgemm_fp8":
+        return Tile(1, ALL)
+    if method == "modelopt" and quantization.get("quant_algo") == "FP8":
+        return Tile(ALL, ALL)
     weights: dict[str, Any] = {}
     if method == "compressed-tensors":
         groups = quantization.get("config_groups", {}).values()
@@ -87,8 +117,8 @@ def _tile_of(layer: str, quantization: dict[str, Any]) -> Tile:
             return Tile(*weights["block_structure"])
     raise Float8ConfigError(
         f"{layer}: its weight is float8, and config.json describes it as quant_method {method!r}, strategy "
-        f"{weights.get('strategy')!r}; load_float8 reads 'fp8', and 'compressed-tensors' of a tensor, channels, groups "
-        "and blocks"
+        f"{weights.get('strategy')!r}; load_float8 reads 'fp8', 'fbgemm_fp8', 'modelopt' of quant_algo 'FP8', and "
+        "'compressed-tensors' of a tensor, channels, groups and blocks"
     )
 
 

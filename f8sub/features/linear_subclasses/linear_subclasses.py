@@ -68,6 +68,8 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
         return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
     if "forward" in vars(module):
         return f"something replaced the forward of this {name}; convert first, then wrap its forward"
+    if type(module).__module__.startswith("torchao."):
+        return f"it is torchao's {name}; convert a model by one library"
     if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
         return f"its class {name} overrides nn.Linear's forward"
     return None

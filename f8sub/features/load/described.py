@@ -11,6 +11,28 @@ _CODES = {"num_bits": 8, "type": "float", "symmetric": True}
 _FORMATS = ("float-quantized", "naive-quantized", "mxfp8-quantized", "mixed-precision")
 """compressed-tensors' arguments and formats of codes that are stored as they are, one a byte."""
 
+_METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors")
+
+
+def refuse_other_methods(file: Path, config: dict[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights and has a method that stores them under other names.
+
+    Args:
+        file: ``config.json``.
+        config: what it holds.
+
+    Raises:
+        Float8ConfigError: it is, such as gpt-oss's MXFP4, whose tensors have names of their own.
+    """
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method not in (None, *_METHODS):
+        raise Float8ConfigError(
+            f"{file}: the checkpoint is quantized by the method {method!r}, and load_float8 reads "
+            f"{', '.join(_METHODS)}; where transformers dequantizes it, as gpt-oss with "
+            "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)), load it there and convert it"
+        )
+
 
 def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
     """The blocks of a layer's scales.

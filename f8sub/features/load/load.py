@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
+from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.features.export.codes import Part, blocks_of, names_of
 from f8sub.features.export.float8_weights import Progress, Rename, renamed
 from f8sub.features.held_codes.experts import Held, held_experts, hold_experts, in_order
 from f8sub.features.held_codes.layers import are_powers_of_2, can_hold, check_not_gathered, hold, plan_for
 from f8sub.features.layouts.names import Piece, unwrapped
-from f8sub.features.layouts.reading import Source, scale_of
+from f8sub.features.layouts.reading import Source, is_of_activations, scale_of
 from f8sub.features.load.checkpoint import CONFIG, Checkpoint, some
-from f8sub.features.load.described import described_tile
+from f8sub.features.load.described import described_tile, refuse_other_methods
 from f8sub.features.load.ties import other_names
 from f8sub.features.primary_weights.masters import reread_shards
 from f8sub.formats import ALL, Operand, Tile
@@ -66,8 +67,8 @@ def load_float8(
 
     Args:
         model: converted or not.
-        folder: with ``config.json`` and ``model.safetensors``, or an index and its files, of the layouts that
-            ``save_float8`` writes: ``quant_method`` fp8 or compressed-tensors. Experts may be one linear layer each.
+        folder: with ``config.json`` and ``model.safetensors``, or an index and its files. ``quant_method`` is fp8,
+            compressed-tensors, fbgemm_fp8 or modelopt. Static scales of activations (``input_scale``) are left out.
         rename: from a tensor's name to the checkpoint's. A tensor has its parameter's name; of a model of transformers
             the one that ``save_pretrained`` gives it, and of an expert "MODULE.5.w1.weight".
         strict: raise where the model and the checkpoint have different names; False reads what both have, each expert
@@ -78,12 +79,13 @@ def load_float8(
         progress: given the names of the parameters, it returns them again, to show how far it is: ``tqdm.tqdm``.
 
     Raises:
-        Float8ConfigError: no such checkpoint, a file cut short, another layout, codes that ``config.json`` describes as
-            others, names that differ, a frozen weight that was gathered before, a parameter on meta without a
-            device, or one on meta of which the file has a part alone.
+        Float8ConfigError: no such checkpoint, a file cut short, another layout or method, codes that
+            ``config.json`` describes as others, names that differ, a frozen weight that was gathered before, a
+            parameter on meta without a device, or one on meta of which the file has a part alone.
         Float8ShapeError: a tensor or its scales have another shape.
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
+    refuse_other_than_a_module("load_float8", model)
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]
@@ -197,11 +199,17 @@ def _matched(
         used |= {
             name for each in sources for source in each for name in (source.piece.name, source.scale) if name
         }
+    layers = {s.piece.name.removesuffix(".weight") for of_part in found.values() for s in of_part if s.scale}
+    layers |= {layer.rpartition(".")[0] for layer in layers}
     unused = sorted(
         name
         for name in checkpoint
-        if name not in used and not any(pattern.search(name) for pattern in unexpected)
+        if name not in used
+        and not any(pattern.search(name) for pattern in unexpected)
+        and not is_of_activations(name, layers)
     )
+    if missing:
+        refuse_other_methods(checkpoint.folder / CONFIG, checkpoint.config)
     if missing or unused:
         _tell(missing, unused, strict)
     return found

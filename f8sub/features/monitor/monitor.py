@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.convert.checks import refuse_other_than_a_module
+from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
 from f8sub.features.monitor import writers
 from f8sub.features.monitor.gradients import GradientRows, rows_of
 from f8sub.features.monitor.sample import RESULTS, ROLES, Sample, probes
@@ -71,10 +72,13 @@ class Monitor:
         roles: Sequence[str] = ROLES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        refuse_other_than_a_module("Monitor", model)
         if type(every) is not int or every < 1:
             raise Float8ConfigError(f"every is a number of steps, 1 or more, got {every!r}")
-        if not _is_list_of(str, roles) or not roles or not set(roles) <= {*ROLES, *RESULTS}:
+        if not _is_list_of(str, roles) or not roles:
             raise Float8ConfigError(f"roles is a list, of {', '.join((*ROLES, *RESULTS))}, got {roles!r}")
+        if others := [role for role in roles if role not in (*ROLES, *RESULTS)]:
+            raise unknown("role", others[0], (*ROLES, *RESULTS))
         patterns = [layers] if isinstance(layers, str) else layers
         if not _is_list_of(str, patterns):
             raise Float8ConfigError(f"layers is a pattern of names, or a list of them, got {layers!r}")
@@ -89,18 +93,9 @@ class Monitor:
             for name, module in model.named_modules()
             if isinstance(module, Float8Linear)
         }
-        others = [name for probe in probes for name in probe.names(model)]
-        names = [
-            name
-            for name in (*self._layers, *others)
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        ]
+        there = [*self._layers, *(name for probe in probes for name in probe.names(model))]
+        names = _named(there, patterns)
         self._layers = {name: layer for name, layer in self._layers.items() if name in names}
-        if not names:
-            raise Float8ConfigError(
-                f"Monitor found no float8 layer that {', '.join(patterns)} names; f8sub.conversion_report(model) lists "
-                "them"
-            )
         self.group = group
         """The ranks whose statistics are put together, the same on all of them; it may be set in the first step."""
         self._every = every
@@ -230,6 +225,23 @@ class Monitor:
             if not dist.is_initialized() or dist.get_rank(self.group) == 0:
                 for write in self._writers:
                     write(step, rows)
+
+
+def _named(there: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names of float8 layers that match a pattern; Float8ConfigError where there is none."""
+    if not there:
+        raise Float8ConfigError(
+            "Monitor found no float8 layer: the model is not converted; call f8sub.convert_to_float8(model) first"
+        )
+    names = [name for name in there if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if not names:
+        near = ", ".join(nearest(patterns[0], there)) if patterns else ""
+        raise Float8ConfigError(
+            f"Monitor found no float8 layer that {', '.join(patterns)} names"
+            + (f" (nearest: {near})" if near else "")
+            + "; f8sub.conversion_report(model) lists them"
+        )
+    return names
 
 
 def _is_list_of(kind: Any, values: object) -> bool:

@@ -115,11 +115,16 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Float8ConfigError("Monitor.heatmap draws with matplotlib, which is not installed") from error
+    if not rows:
+        raise Float8ConfigError(
+            "Monitor.heatmap has nothing to draw: no step was sampled yet; enter the monitor around a forward and "
+            "backward, or attach it to the optimizer"
+        )
     shown = [row for row in rows if row.role == role]
     if not shown or statistic not in _NUMBERS:
         roles = sorted({row.role for row in rows})
         raise Float8ConfigError(
-            f"no sample has {statistic!r} of {role!r}; there is {', '.join(_NUMBERS)} of {', '.join(roles) or 'none'}"
+            f"no sample has {statistic!r} of {role!r}; there is {', '.join(_NUMBERS)} of {', '.join(roles)}"
         )
     layers, steps = list(dict.fromkeys(row.layer for row in shown)), sorted({row.step for row in shown})
     values = {(row.layer, row.step): getattr(row, statistic) for row in shown}

@@ -1,19 +1,19 @@
 """A model on the meta device, by what a command line says: shapes alone, no weights, and nothing is downloaded."""
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import json
 import logging
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning, nearest, shown
 from f8sub.features.named_models.llama3 import SIZES, llama3
 
 TITAN = "torchtitan:"
@@ -24,8 +24,14 @@ FORMS = (
 )
 """What a model is named by."""
 
-MOST_NEAREST = 3
-"""Names like an unknown one that an error tells."""
+
+def named_or_given(model: torch.nn.Module | str) -> torch.nn.Module:
+    """A model itself, or the one that a name stands for; Float8ConfigError for anything else, or no such name."""
+    if isinstance(model, str):
+        return load(model)
+    if not isinstance(model, torch.nn.Module):
+        raise Float8ConfigError(f"a model is a torch.nn.Module, or {FORMS}; got {shown(model)}")
+    return model
 
 
 def load(name: str) -> torch.nn.Module:
@@ -37,8 +43,8 @@ def load(name: str) -> torch.nn.Module:
     Raises:
         Float8ConfigError: there is no such model, or a package that it needs is not installed.
     """
-    if name in SIZES:
-        return llama3(name)
+    if name.lower() in SIZES:
+        return llama3(name.lower())
     with _quiet():
         if name.startswith(TITAN):
             return _of_function(_of_titan(name.removeprefix(TITAN)), name)
@@ -109,9 +115,7 @@ def _of_function(function: Callable[[], Any], name: str) -> torch.nn.Module:
             )  # after 0.3 the trainer's own
             made = config.build() if hasattr(config, "build") else made
     if not isinstance(made, torch.nn.Module):
-        raise Float8ConfigError(
-            f"{name} returned a {type(made).__name__}, neither a module nor a torchtitan config"
-        )
+        raise Float8ConfigError(f"{name} returned {shown(made)}, neither a module nor a torchtitan config")
     return made
 
 
@@ -124,7 +128,7 @@ def _config_of_path(path: Path) -> Any:
         values = json.loads(file.read_text())
         kind = values.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
-            near = ", ".join(difflib.get_close_matches(str(kind), transformers.CONFIG_MAPPING, MOST_NEAREST))
+            near = ", ".join(nearest(str(kind), transformers.CONFIG_MAPPING))
             raise ValueError(f"it knows no model_type {kind!r}" + (f" (nearest: {near})" if near else ""))
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # each class of configs checks its values in its own way
@@ -133,14 +137,23 @@ def _config_of_path(path: Path) -> Any:
 
 def _config_of_name(name: str) -> Any:
     transformers = _imported("transformers", f"{name!r}")
-    if name in transformers.CONFIG_MAPPING:
-        return transformers.CONFIG_MAPPING[name]()
+    kinds = transformers.CONFIG_MAPPING
+    if name.lower() in kinds:
+        warnings.warn(
+            f"{name} is a type of models, and this is its default configuration in transformers, which may be no "
+            "published model; name a folder with config.json, or a model that transformers has cached",
+            Float8Warning,
+            stacklevel=5,
+        )
+        return kinds[name.lower()]()
     try:
         return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
+        near = ", ".join(nearest(name, [*SIZES, *kinds]))
+        told = f" (nearest: {near})" if near else ""
         raise Float8ConfigError(
-            f"no model {name!r} on this machine, and nothing is downloaded (hf download NAME config.json does that); "
-            f"a model is {FORMS}"
+            f"no model {name!r} on this machine{told}, and nothing is downloaded (hf download NAME config.json does "
+            f"that); a model is {FORMS}"
         ) from error
     except Exception as error:  # as above, of a config that is cached
         raise _unread(name, error) from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.features.command_line.choices import add_choice
 from f8sub.features.layouts.layouts import LAYOUTS
 from f8sub.features.load.checkpoint import CONFIG
 from f8sub.features.named_models.load import FORMS, load
@@ -23,21 +24,20 @@ DTYPES = ("bfloat16", "float16", "float32")
 def add_export(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "cast a finished checkpoint to the codes that training multiplied, for inference engines; needs no GPU"
-    made = commands.add_parser("export", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    usage = "%(prog)s CHECKPOINT OUT --recipe NAME [options]"
+    made = commands.add_parser(
+        "export", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
     made.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a folder of safetensors, or of torch.distributed.checkpoint"
     )
     made.add_argument("out", metavar="OUT", help="the folder to make")
-    made.add_argument(
-        "--recipe", required=True, choices=recipe_names(), help="what the model was trained with"
-    )
+    add_choice(made, "--recipe", recipe_names(), "what the model was trained with", required=True)
     made.add_argument(
         "--model", help=f"what the checkpoint is of, where it has no config.json of transformers: {FORMS}"
     )
-    made.add_argument("--layout", choices=("auto", *LAYOUTS), default="auto", help="(auto)")
-    made.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help=f"what the forward computes in ({DTYPES[0]})"
-    )
+    add_choice(made, "--layout", ("auto", *LAYOUTS), "(auto)", default="auto")
+    add_choice(made, "--dtype", DTYPES, f"what the forward computes in ({DTYPES[0]})", default=DTYPES[0])
     made.add_argument(
         "--prefix", help="before the model's names in the checkpoint, such as model. (found by itself)"
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from f8sub.errors import Float8ConfigError
 from f8sub.weights.precompute_scales import conversions_of, enter_step, entering, parts_of, precompute_scales
 
 
@@ -14,13 +15,23 @@ def register_precompute_hook(
 ) -> torch.utils.hooks.RemovableHandle:
     """Call ``precompute_scales(model)`` after every ``optimizer.step()``; accelerate's wrapper is taken too.
 
-    Returns a handle that removes the hook again. Raises Float8ConfigError where ``convert_to_float8`` saw no model.
+    Returns a handle that removes the hook again.
+
+    Raises:
+        Float8ConfigError: ``convert_to_float8`` saw no model, or the optimizer steps no parameter of it.
     """
     parts = parts_of(model)
     conversions_of(parts)
     runs_hooks: Any = optimizer
     while not hasattr(runs_hooks, "_optimizer_step_post_hooks"):
         runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
+    stepped = {id(parameter) for group in runs_hooks.param_groups for parameter in group["params"]}
+    if stepped.isdisjoint(id(parameter) for part in parts for parameter in part.parameters()):
+        raise Float8ConfigError(
+            f"register_precompute_hook: the {type(runs_hooks).__name__} steps no parameter of the model: it is another "
+            "model's, or was made before fully_shard, which replaces parameters; make the optimizer of "
+            "model.parameters() after fully_shard"
+        )
     handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(_PrecomputeHook(parts))
     return handle
 

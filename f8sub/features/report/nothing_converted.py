@@ -17,6 +17,8 @@ ADVICE = {
     "give recipe a pattern that matches": ("no pattern of recipe",),
     "pass skip_defaults=False": ("(default)",),
     "pass a smaller min_dim": ("min_dim=",),
+    "fill the dimensions up to multiples of 16": ("have to be multiples of",),
+    "leave out the other library's conversion": ("convert a model by one library",),
 }
 """What to do where no layer was converted, by words of the reasons."""
 

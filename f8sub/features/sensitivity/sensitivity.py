@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.features.checked_loss.checked_loss import checked_loss
 from f8sub.features.forwards.forwards import sources_of
@@ -95,7 +96,8 @@ class Sensitivity:
             f"{layer.fqn:{width}}  {layer.harm:8.2e}  {layer.flops:6.2%}  {layer.harm / max(layer.flops, 1e-12):12.2e}"
             for layer in self.layers
         ]
-        return "\n".join([*lines, f"skip={self.skip()!r}  # at most 5% of these layers' FLOPs"])
+        unit = f"harm: how far the layer's float8 moves the loss, which is {self.loss:.4f} in high precision"
+        return "\n".join([*lines, unit, f"skip={self.skip()!r}  # at most 5% of these layers' FLOPs"])
 
 
 def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> Sensitivity:
@@ -113,6 +115,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             loss.
         Float8NumericsError: the loss, or the harm of a layer, is NaN or infinite.
     """
+    refuse_other_than_a_module("sensitivity", model)
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     weights: dict[str, Sequence[torch.Tensor]] = {fqn: [m.weight] for fqn, m in layers.items()}
     for probe in probes:

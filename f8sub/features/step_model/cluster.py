@@ -17,7 +17,7 @@ STEP, STEP_OF_NETWORK, MOST_STEPS = 3e-6, 12e-6, 4e-4
 CODE = 1 + 1 / 128
 """Bytes of a gradient's element as e4m3 with its block's exponent; see ``features/gradient_wire``."""
 
-FLOAT32, BF16, E4M3, E4M3_FLAT = "float32", "bf16", "e4m3", "e4m3, flat"
+FLOAT32, BF16, E4M3, E4M3_FLAT = "float32", "bf16", "e4m3", "e4m3-flat"
 REDUCTIONS = {FLOAT32: 4.0, BF16: 2.0, E4M3: CODE, E4M3_FLAT: CODE}
 """How gradients are reduced: rings of FSDP2 with sums in that dtype, and ``reduce_gradients_in_float8``; bytes."""
 

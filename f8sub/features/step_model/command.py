@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+from f8sub.features.command_line.choices import add_choice
+from f8sub.features.estimate.gpus import gpu_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, SELECTIVE
 from f8sub.features.inspect.command import EXPERTS_WORDS, add_experts
 from f8sub.features.named_models.load import FORMS, load
@@ -22,21 +24,24 @@ OPTIONS = (
 def add_estimate(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "a step's time on 8 to 1024 GPUs, and what float8 adds to it part by part; needs no GPU"
-    made = commands.add_parser("estimate", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    usage = "%(prog)s MODEL [options]"
+    made = commands.add_parser(
+        "estimate", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
     made.add_argument("model", metavar="MODEL", help=FORMS)
     made.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 128, 1024], help="(8 64 128 1024)")
-    made.add_argument("--gpu", choices=KINDS, default="H100", help="(H100); published runs had H100-500W")
+    of_gpu = {"default": "H100", "find": lambda text: gpu_of(text, KINDS).name}
+    add_choice(made, "--gpu", KINDS, "(H100); published runs had H100-500W", **of_gpu)
     made.add_argument("--gpus-per-host", type=int, default=8, help="that NVLink joins (8)")
     made.add_argument("--network", type=float, default=400, help="Gbit/s of a GPU's NIC (400)")
     made.add_argument("--tokens", type=int, default=8192, help="of a data-parallel rank in a step (8192)")
     made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
     made.add_argument("--replicas", type=int, default=1, help="copies of the weights, for HSDP (1)")
     made.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer (1)")
-    made.add_argument("--recipe", choices=recipe_names(), default=DEFAULT, help=f"({DEFAULT})")
-    made.add_argument(
-        "--reduction", choices=REDUCTIONS, default=FLOAT32, help="of gradients, but in the last row (float32)"
-    )
-    made.add_argument("--checkpoint", choices=CHECKPOINTS, default=SELECTIVE, help=f"({SELECTIVE})")
+    add_choice(made, "--recipe", recipe_names(), f"({DEFAULT})", default=DEFAULT)
+    words = "of gradients, but in the last row (float32); e4m3-flat is one exchange over all hosts"
+    add_choice(made, "--reduction", REDUCTIONS, words, default=FLOAT32)
+    add_choice(made, "--checkpoint", CHECKPOINTS, f"({SELECTIVE})", default=SELECTIVE)
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
     add_experts(made)
     made.add_argument("--json", action="store_true", help="print all figures as JSON")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from f8sub.convert.sockets import EXPERTS
-from f8sub.errors import Float8ConfigError
-from f8sub.features.estimate.gpus import GPUS, Gpu
+from f8sub.errors import Float8ConfigError, unknown
+from f8sub.features.estimate.gpus import GPUS, Gpu, gpu_of
 from f8sub.features.estimate.seconds import CHECKPOINTS, LOGIT_BYTES, SELECTIVE, Run, rest_of
 from f8sub.features.estimate.wire import wire
 from f8sub.features.estimate_experts.gain import decided
@@ -16,6 +16,7 @@ from f8sub.features.estimate_memory.memory import memory
 from f8sub.features.experts_option.experts_option import refuse_unknown_experts
 from f8sub.features.inspect.advice import fits, one_of
 from f8sub.features.model_shapes.layers import Product, Shapes, shapes_of
+from f8sub.features.named_models.load import named_or_given
 from f8sub.features.step_model.cluster import E4M3, FLOAT32, H100_500W, REDUCTIONS, Cluster
 from f8sub.features.step_model.groups import Arm, Group, divided, group_of
 from f8sub.features.step_model.page import page
@@ -116,7 +117,7 @@ class StepEstimate:
 
 
 def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
-    model: torch.nn.Module,
+    model: torch.nn.Module | str,
     gpus: int | Sequence[int] = (8, 64, 128, 1024),
     *,
     gpu: str = "H100",
@@ -138,9 +139,10 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     NICs, and hide behind compute as FSDP2 lets them: one block is gathered ahead, gathers and reductions queue.
 
     Args:
-        model: on any device, meta included; converted or not.
+        model: on any device, meta included; converted or not. Or what ``python -m f8sub estimate`` takes for it, such
+            as "llama3-8b".
         gpus: how many, or several such numbers.
-        gpu: "H200", "H100", "B200", "MI300X", or "H100-500W", which published runs had.
+        gpu: "H200", "H100", "B200", or "H100-500W", which published runs had.
         gpus_per_host: that NVLink joins.
         network: Gbit/s of a GPU's NIC.
         tokens: of a data-parallel rank in a step.
@@ -149,7 +151,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         tensor_parallel: GPUs that share each layer.
         recipe: a name or a recipe.
         reduction: of gradients but in the last way, which has e4m3: "float32", as torchtitan, "bf16", "e4m3" or
-            "e4m3, flat", which is one exchange over all hosts.
+            "e4m3-flat", which is one exchange over all hosts.
         checkpoint: "none", "selective", "gemms" or "full".
         skip: glob patterns of layers that stay in high precision.
         experts: whether experts of a mixture are converted, as for ``convert_to_float8``.
@@ -158,16 +160,15 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
         Float8ConfigError: an unknown GPU, recipe, policy or reduction, a size that is no positive number, GPUs that
             replicas and tensor parallelism do not divide, or a model without numbered blocks.
     """
-    if gpu not in KINDS:
-        raise Float8ConfigError(f"unknown GPU {gpu!r}; choose one of {', '.join(KINDS)}")
+    kind = gpu_of(gpu, KINDS)
     if reduction not in REDUCTIONS:
-        raise Float8ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+        raise unknown("reduction", reduction, REDUCTIONS)
     if checkpoint not in CHECKPOINTS:
-        raise Float8ConfigError(f"unknown checkpoint policy {checkpoint!r}; choose one of {CHECKPOINTS}")
+        raise unknown("checkpoint policy", checkpoint, CHECKPOINTS)
     counts = (gpus,) if isinstance(gpus, int) else tuple(gpus)
     sequence = tokens if sequence is None else sequence
     clusters = tuple(
-        _cluster(KINDS[gpu], count, gpus_per_host, network, replicas, tensor_parallel) for count in counts
+        _cluster(kind, count, gpus_per_host, network, replicas, tensor_parallel) for count in counts
     )
     if not clusters or min(tokens, sequence) < 1 or sequence > tokens:
         raise Float8ConfigError(
@@ -175,9 +176,10 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             f"sequence={sequence}"
         )
     refuse_unknown_experts(experts, None)
+    model = named_or_given(model)
     chosen = get_recipe(recipe)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
-    shapes = decided(shapes, chosen, KINDS[gpu], tokens)
+    shapes = decided(shapes, chosen, kind, tokens)
     if not shapes.blocks:
         raise Float8ConfigError("the model has no numbered blocks, which fully_shard gathers in turn")
     run = Run(tokens, sequence, clusters[0].shards, replicas, checkpoint)
@@ -188,18 +190,20 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             for name, arm in _ways(shapes, chosen, reduction, run)
         ]
         found += [replace(each, over_bf16=own[0].seconds / each.seconds) for each in own]
-    native = all(map(KINDS[gpu].is_native, (chosen.fprop, chosen.dgrad, chosen.wgrad)))
+    native = all(map(kind.is_native, (chosen.fprop, chosen.dgrad, chosen.wgrad)))
     title = type(model).__name__
     return StepEstimate(title, shapes, clusters, run, chosen.name, reduction, tuple(found), native)
 
 
 def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, parts: int) -> Cluster:
-    sizes = (gpus, per_host, replicas, parts)
-    if any(type(size) is not int or size < 1 for size in sizes) or not network > 0:
-        raise Float8ConfigError(
-            f"GPUs, GPUs of a host, replicas and tensor parallelism are whole numbers from 1 on, and the network is "
-            f"more than 0, got {sizes} and {network}"
-        )
+    counts = {"gpus": gpus, "gpus_per_host": per_host, "replicas": replicas, "tensor_parallel": parts}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise Float8ConfigError(
+                f"{name} (--{name.replace('_', '-')}) is a whole number from 1 on, got {count!r}"
+            )
+    if not network > 0:
+        raise Float8ConfigError(f"network (--network) is more than 0 Gbit/s, got {network!r}")
     made = Cluster(gpu, gpus, per_host, network * 1e9, replicas, parts)
     if gpus % (replicas * parts) or made.shards % made.neighbours or parts > per_host:
         raise Float8ConfigError(

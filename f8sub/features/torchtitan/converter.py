@@ -11,7 +11,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 
 from f8sub.features.torchtitan.built import in_float8, like
-from f8sub.features.torchtitan.options import Options
+from f8sub.features.torchtitan.options import Options, known
 from f8sub.features.torchtitan_hooks.scales import attach
 
 __all__ = ["Float8Converter", "with_float8", "with_precompute_scales"]
@@ -56,7 +56,7 @@ def with_float8(spec: ModelSpec, **options: Any) -> ModelSpec:
         spec: any model's, of any ``model_registry``.
         options: those of ``Float8Converter.Config``.
     """
-    converter = Float8Converter(Float8Converter.Config(**options))
+    converter = Float8Converter(Float8Converter.Config(**known(options)))
     converted = dataclasses.replace(spec, model=converter.convert(spec.model))
     return with_precompute_scales(converted) if converter.options.precompute else converted
 

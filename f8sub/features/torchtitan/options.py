@@ -1,7 +1,7 @@
 """What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.filters import layer_recipes
 from f8sub.convert.sockets import EXPERTS
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, unknown
 from f8sub.features.checkpointing.policy import checkpoint_policy
 from f8sub.features.defaults.defaults import MIN_DIM
 from f8sub.features.keep_x.keep_x import layer_keep_x
@@ -89,9 +89,7 @@ class Options:
         layer_recipes(self.recipe)
         layer_keep_x(self.keep_x)
         if self.keep_swiglu_input not in ("high_precision", "float8"):
-            raise Float8ConfigError(
-                f"unknown keep_swiglu_input={self.keep_swiglu_input!r}; choose one of 'high_precision', 'float8'"
-            )
+            raise unknown("keep_swiglu_input", self.keep_swiglu_input, ("high_precision", "float8"))
         if self.checkpoint_policy:
             checkpoint_policy(self.checkpoint_policy)
         if self.monitor_every < 0:
@@ -135,6 +133,15 @@ class Options:
         """Whether scales are made after each optimizer step."""
         wanted = self.precompute_float8_dynamic_scale_for_fsdp
         return self.enable_fsdp_float8_all_gather if wanted is None else wanted
+
+
+def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options as they were given; Float8ConfigError where ``Options`` has none of a name."""
+    names = [each.name for each in fields(Options)]
+    for name in options:
+        if name not in names:
+            raise unknown("option of f8sub", name, names)
+    return options
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from torchtitan.config.override import override
 from torchtitan.protocols.model import BaseModel
 
 from f8sub.features.torchtitan.built import in_float8, then
-from f8sub.features.torchtitan.options import Options
+from f8sub.features.torchtitan.options import Options, known
 from f8sub.features.torchtitan_hooks.scales import attach
 
 if find_spec("torchtitan.components.optim"):  # after 0.3
@@ -31,7 +31,7 @@ def _of_titan(function: Function) -> Function:
 @_of_titan
 def float8(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
     """The override that converts a model; ``options`` are those of ``Float8Converter.Config``."""
-    return in_float8(config, Options(**options))
+    return in_float8(config, Options(**known(options)))
 
 
 @override(target=OptimizersContainer.Config, description="f8sub: scales after each step")

@@ -7,7 +7,7 @@ from torchtitan.config.transform import ModelConfigTransform, apply_transforms
 from torchtitan.protocols.model import BaseModel
 
 from f8sub.features.torchtitan.built import in_float8
-from f8sub.features.torchtitan.options import Options
+from f8sub.features.torchtitan.options import Options, known
 
 __all__ = ["Float8Transform", "with_float8"]
 
@@ -36,7 +36,7 @@ def with_float8(config: Any, **options: Any) -> Any:
         config: a trainer's, as torchtitan's recipes return it, which is copied; or a model's, which is changed.
         options: those of ``Float8Transform``.
     """
-    transform = Float8Transform(**options)
+    transform = Float8Transform(**known(options))
     if isinstance(config, BaseModel.Config):
         return transform.transform(config)
     return apply_transforms(config, [transform])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm import scaled_mm
@@ -60,7 +60,7 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
     No such backend, or none that can, is a ``Float8ConfigError``, which carries every candidate's reason.
     """
     if backend != "auto" and backend not in GEMM:
-        raise Float8ConfigError(f"unknown backend {backend!r}; choose 'auto' or one of {list(GEMM)}")
+        raise unknown("backend", backend, ["auto", *GEMM])
     if spec.a is None or spec.b is None:
         return None
     reasons = {}

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import f8sub.__main__
 from f8sub.features.command_line import command_line
@@ -25,6 +26,63 @@ def test_each_command_has_help(capsys):
         assert ended.value.code == 0
         shown = capsys.readouterr().out
         assert all(word in shown for word in words)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"f8sub {f8sub.__version__}, torch {torch.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["inspect", "m", "--gpu", "h10"], "--gpu: unknown GPU 'h10' (nearest: H100); choose one of H200,"),
+        (
+            ["estimate", "m", "--gpu", "mi300x"],
+            "--gpu: MI300X gains nothing by f8sub: it multiplies e4m3fnuz,",
+        ),
+        (
+            ["estimate", "m", "--reduction", "e4m3flat"],
+            "--reduction: unknown reduction 'e4m3flat' (nearest: e4m3-flat",
+        ),
+        (["inspect", "m", "--recipe", "rowise"], "--recipe: unknown recipe 'rowise' (nearest: rowwise"),
+        (["export", "a", "b", "--recipe", "row"], "--recipe: unknown recipe 'row' (nearest: rowwise)"),
+        (
+            ["inspect", "m", "--checkpoint", "some"],
+            "--checkpoint: unknown checkpoint 'some'; choose one of none, ",
+        ),
+    ],
+)
+def test_a_name_that_there_is_not_is_told_in_two_lines(arguments, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: f8sub {arguments[0]} ")
+    assert usage.endswith("[options]")
+    assert error.startswith(f"f8sub {arguments[0]}: error: argument {told}")
+
+
+def test_names_may_have_any_case(capsys):
+    assert main(["inspect", "LLAMA3-8b", "--gpu", "h200", "--recipe", "RowWise", "--checkpoint", "None"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["inspect", "llama3-8b", "--gpu", "H200", "--recipe", "rowwise", "--checkpoint", "none"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (["--gpus", "0"], "gpus (--gpus) is a whole number from 1 on, got 0"),
+        (["--gpus-per-host", "0"], "gpus_per_host (--gpus-per-host) is a whole number from 1 on, got 0"),
+        (["--network", "-1"], "network (--network) is more than 0 Gbit/s, got -1.0"),
+    ],
+)
+def test_a_number_that_cannot_be_names_its_option(option, told, capsys):
+    assert main(["estimate", "llama3-8b", *option]) == 2
+    assert capsys.readouterr().err == f"f8sub: {told}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["heal"], ["inspect"], ["inspect", "llama", "--gpu", "A100"]])

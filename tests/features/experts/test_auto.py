@@ -10,7 +10,7 @@ from torch import nn
 
 import f8sub
 from f8sub.convert.sockets import EXPERTS
-from f8sub.features.estimate.gpus import B200, H100, H200, MI300X
+from f8sub.features.estimate.gpus import B200, H100, H200
 from f8sub.features.estimate_experts.gain import LEAST, MANY, gain_of
 from f8sub.features.experts.module import Float8Experts
 from f8sub.features.model_shapes.layers import Product, shapes_of
@@ -93,7 +93,7 @@ def test_narrow_experts_never_gain():
     assert "no number is enough" in str(gain)
 
 
-@pytest.mark.parametrize(("gpu", "recipe"), [(B200, "mxfp8"), (B200, "tensorwise"), (MI300X, "rowwise")])
+@pytest.mark.parametrize(("gpu", "recipe"), [(B200, "mxfp8"), (B200, "tensorwise")])
 def test_without_a_kernel_for_groups_nothing_is_gained(gpu, recipe):
     """Codes are read as bf16 there."""
     assert gain_of(weights(8, 14336, 4096), f8sub.get_recipe(recipe), gpu, None).speedup < 1

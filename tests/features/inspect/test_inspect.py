@@ -251,16 +251,59 @@ def test_a_config_of_torchtitan(config):
 )
 def test_a_model_type_of_transformers(kind, expected):
     pytest.importorskip("transformers")
-    model = load(kind)
+    with pytest.warns(f8sub.Float8Warning, match=f"^{kind} is a type of models, and this is its default"):
+        model = load(kind)
     assert type(model).__name__ == expected
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_may_be_named_where_one_is_given():
+    named, given = f8sub.estimate("Llama3-8B", "rowwise", gpus="h200"), load("llama3-8b")
+    assert str(named) == str(f8sub.estimate(given, "rowwise", gpus="H200"))
+    steps = [
+        f8sub.estimate_step(model, 8, gpu=gpu) for model, gpu in (("llama3-8b", "b200"), (given, "B200"))
+    ]
+    assert str(steps[0]) == str(steps[1])
+    for estimate in (f8sub.estimate, f8sub.estimate_step):
+        with pytest.raises(
+            f8sub.Float8ConfigError, match=r"a model is a torch.nn.Module, or a folder .*; got 8$"
+        ):
+            estimate(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("lama3-8b", "llama3-8b, llama3-70b, llama3-405b"),
+        ("qwen3moe", "qwen3_moe, .*"),
+        ("GPT_NEO_XX", "gpt_neox, .*"),
+    ],
+)
+def test_names_that_are_near_are_told(name, nearest):
+    pytest.importorskip("transformers")
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=rf"no model '{name}' on this machine \(nearest: {nearest}\),"
+    ):
+        load(name)
+
+
+def test_a_model_of_which_nothing_is_converted_has_no_figures_of_float8():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv1d(512, 512, 3), nn.Linear(50, 50))
+    text = str(f8sub.estimate(model))
+    assert "0 linear layers in float8" in text
+    assert "have to be multiples of 16" in text
+    assert "What to do\n  - No layer would be converted" in text
+    assert not any(
+        words in text for words in ("Predicted speed", "Memory and speed", "Bytes on the wire", "H200")
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["{module}:nothing"], "has no function 'nothing'"),
-        (["{module}:number"], "returned a int, neither a module nor a torchtitan config"),
+        (["{module}:number"], "returned 3, neither a module nor a torchtitan config"),
         (["{module}:fails"], "on the meta device, raised RuntimeError: no weights here ("),
         (["{module}:relu"], "multiplies by no weights"),
         (["no_such_module_here:f"], "set PYTHONPATH"),
@@ -328,7 +371,10 @@ def test_nothing_is_downloaded(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gpus": ["A100"]}, "unknown GPU 'A100'; choose one of H200"),
+        ({"gpus": ["L40S"]}, "unknown GPU 'L40S'; choose one of H200"),
+        ({"gpus": "a100"}, "A100 gains nothing by f8sub: it has no float8 tensor cores; choose one of H200"),
+        ({"gpus": "MI300X"}, "MI300X gains nothing by f8sub: it multiplies e4m3fnuz, .*; choose one of H200"),
+        ({"gpus": "H20"}, r"unknown GPU 'H20' \(nearest: H200\)"),
         ({"gpus": []}, "gpus is empty"),
         ({"recipes": ["fp8"]}, "unknown recipe 'fp8'"),
         ({"checkpoint": "op"}, "unknown checkpoint policy 'op'"),

@@ -140,6 +140,19 @@ def test_frequencies_that_old_files_hold_are_no_difference(tmp_path):
     f8sub.load_float8(model, tmp_path)
 
 
+@pytest.mark.parametrize("leaf", ["input_scale", "activation_scale", "output_scale", "k_scale"])
+def test_static_scales_of_activations_are_no_difference(tmp_path, leaf):
+    written(tmp_path)
+    model = frozen()
+    with_more(tmp_path, f"{EXPERTS}.1.down_proj.{leaf}", f"{EXPERTS}.1.{leaf}")
+    f8sub.load_float8(model, tmp_path)
+    with_more(tmp_path, f"model.norm.{leaf}", f"model.{leaf}")
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=rf"nothing and has model\.(norm\.)?{leaf}, \S+{leaf}, which"
+    ):
+        f8sub.load_float8(model, tmp_path)
+
+
 @pytest.mark.parametrize("layout", ["fp8", "compressed-tensors"])
 def test_missing_scales_have_the_name_that_the_file_would_give_them(tmp_path, layout):
     net = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))

@@ -305,7 +305,12 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     monitor = f8sub.Monitor(model, every=1)
     with monitor:
         loss_of(model, 0, 0).backward()
-    none = f8sub.Monitor(transformer("rowwise"), every=5).worst()
+    empty = f8sub.Monitor(transformer("rowwise"), every=5)
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="nothing to draw: no step was sampled yet; enter the monitor"
+    ):
+        empty.heatmap("w", tmp_path / "w.png")
+    none = empty.worst()
     assert none.startswith(
         "no sample yet: the first step has one, and then one step in 5. A forward pass under no_grad"
     )
@@ -346,8 +351,9 @@ def test_operands_that_are_not_finite_come_first_and_zeros_last(tmp_path):
 
 
 WRONG = [
-    ("layers", "a.*", "no float8 layer"),
-    ("roles", ("z",), "of x, w"),
+    ("layers", "a.*", r"no float8 layer that a\.\* names; f8sub\.conversion_report"),
+    ("layers", "blocks.0.Q", r"no float8 layer that blocks\.0\.Q names \(nearest: blocks\.0\.q"),
+    ("roles", ("x", "z"), "unknown role 'z'; choose one of x, w, dy, y, dx, dw"),
     ("every", 0, "1 or more"),
     ("every", 1.5, "1.5"),
     *(

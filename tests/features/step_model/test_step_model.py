@@ -176,7 +176,7 @@ def test_a_step_of_few_tokens_gains_more_by_bytes():
         return one / last
 
     assert gain(2048, 8) > gain(8192, 8) > 1
-    flat = f8sub.estimate_step(load("llama3-8b"), 64, reduction="e4m3, flat", tokens=2048)
+    flat = f8sub.estimate_step(load("llama3-8b"), 64, reduction="e4m3-flat", tokens=2048)
     assert flat.of(64, flat.ways[-1]).seconds < 0.8 * flat.of(64, flat.ways[-2]).seconds
 
 
@@ -194,15 +194,17 @@ def test_one_shard_sends_nothing():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"gpu": "A100"}, "unknown GPU 'A100'; choose one of H200, H100"),
+        ({"gpu": "L40S"}, "unknown GPU 'L40S'; choose one of H200, H100"),
+        ({"gpu": "mi300x"}, "MI300X gains nothing by f8sub: it multiplies e4m3fnuz"),
         ({"reduction": "fp4"}, "unknown reduction 'fp4'"),
+        ({"reduction": "e4m3, flat"}, r"unknown reduction 'e4m3, flat' \(nearest: e4m3-flat, e4m3\)"),
         ({"checkpoint": "some"}, "unknown checkpoint policy 'some'"),
         ({"gpus": ()}, "one number of GPUs or more"),
-        ({"gpus": 0}, "whole numbers from 1 on"),
+        ({"gpus": 0}, r"gpus \(--gpus\) is a whole number from 1 on, got 0"),
         ({"gpus": 12}, "12 GPUs on hosts of 8 do not divide"),
         ({"gpus": 16, "replicas": 3}, "into replicas=3"),
         ({"tensor_parallel": 16, "gpus": 16}, "tensor_parallel=16"),
-        ({"network": 0}, "the network is more than 0"),
+        ({"network": 0}, r"network \(--network\) is more than 0 Gbit/s, got 0"),
         ({"tokens": 4, "sequence": 8}, "tokens that hold a sequence"),
     ],
 )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
-from f8sub.features.torchtitan.options import Options
+from f8sub.features.torchtitan.options import Options, known
 from f8sub.features.torchtitan_hooks.checkpointed import KEEP, set_policy
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
@@ -101,8 +101,8 @@ MISTAKES = [
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"margin": 2}}, r"'margin': 2; .*\['delayed'\]"),
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"nvfp4": {}}}, r"'nvfp4': \{\}; .*\['delayed'\]"),
     ({"keep_x": "float16"}, r"keep_x='float16' is none of 'auto'"),
-    ({"keep_swiglu_input": "fp8"}, r"keep_swiglu_input='fp8'; choose one of 'high_precision', 'float8'"),
-    ({"checkpoint_policy": "all"}, r"unknown keep='all'; choose one of 'bf16', 'gemms'"),
+    ({"keep_swiglu_input": "fp8"}, r"unknown keep_swiglu_input 'fp8'; choose one of high_precision, float8"),
+    ({"checkpoint_policy": "all"}, r"unknown keep 'all'; choose one of bf16, gemms"),
 ]
 
 
@@ -112,10 +112,20 @@ def test_a_mistake_names_the_option(options, says):
         Options(**options)
 
 
+def test_an_option_that_there_is_not_is_told_with_the_nearest():
+    told = r"unknown option of f8sub 'recipe_nam' \(nearest: recipe_name.*\); choose one of recipe_name,"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        known({"skip": [], "recipe_nam": "rowwise"})
+    assert Options(**known({"recipe_name": "rowwise"})).recipe_name == "rowwise"
+
+
 @alone
-def test_a_mistake_on_the_command_line_is_an_error_before_a_model_is_built():
-    said = json.dumps(MISTAKES[0][0])
-    with pytest.raises(Exception, match="margn") as raised:
+@pytest.mark.parametrize(
+    ("said", "word"), [(MISTAKES[0][0], "margn"), ({"recipe_nam": "rowwise"}, "nearest: recipe_name")]
+)
+def test_a_mistake_on_the_command_line_is_an_error_before_a_model_is_built(said, word):
+    said = json.dumps(said)
+    with pytest.raises(Exception, match=word) as raised:
         from_the_command_line("--override.imports", f"f8sub.titan.float8={said}")
     errors = [raised.value]
     while errors[-1] is not None:

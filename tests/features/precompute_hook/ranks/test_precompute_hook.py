@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.models import loss_of, refusal, shard, transformer
@@ -90,12 +91,55 @@ def test_a_model_that_was_never_converted_is_refused(asked):
 
     assert "convert_to_float8" in ask(plain)
     assert "Sequential at index 1 of 3" in ask([converted(), plain, converted()])
-    assert "got a SGD" in ask(optimizer)
-    assert "got a int at index 2 of 3" in ask(iter([converted(), converted(), 3]))
+    assert "got an SGD of torch" in ask(optimizer)
+    assert "got 3 at index 2 of 3" in ask(iter([converted(), converted(), 3]))
     once = converted()
     f8sub.precompute_scales(once)
     assert "convert_to_float8" in ask(f8sub.convert_from_float8(once))
     optimizer.step()
+
+
+def test_an_optimizer_that_steps_nothing_of_the_model_is_refused(rank, world):
+    model, other = converted(), converted()
+
+    def told(optimizer: torch.optim.Optimizer, *parts: torch.nn.Module) -> str:
+        return refusal(
+            f8sub.Float8ConfigError, f8sub.register_precompute_hook, optimizer, list(parts) or model
+        )
+
+    others = "SGD steps no parameter of the model: it is another model's, or was made before fully_shard"
+    assert others in told(torch.optim.SGD(other.parameters()))
+    assert others in told(Wrapper(torch.optim.SGD(other.parameters())))
+    early = torch.optim.SGD(model.parameters())
+    f8sub.register_precompute_hook(early, model).remove()
+    f8sub.register_precompute_hook(early, [other, model]).remove()
+    fully_shard(model)
+    assert others in told(early)
+    of_bias = torch.optim.SGD([model[0].bias])  # one of several optimizers of a model
+    for optimizer in (of_bias, f8sub.optim.MasterWeights(torch.optim.SGD(model.parameters()))):
+        f8sub.register_precompute_hook(optimizer, model).remove()
+
+
+def test_an_optimizer_that_was_made_before_fully_shard_is_told_once(rank, world):
+    """torch lets it step, and nothing is trained."""
+    model = converted()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        before = model[0].weight.full_tensor().clone()
+        model(torch.ones(32, 32)).square().mean().backward()
+        optimizer.step()
+        f8sub.precompute_scales(model)
+        return (model[0].weight.full_tensor() != before).any()
+
+    with pytest.warns(
+        f8sub.Float8Warning, match=r"^0: the SGD was made before fully_shard, .* it trains nothing"
+    ):
+        assert not step(early)
+    assert not step(early)
+    assert step(late)
 
 
 def test_what_conversion_left_alone_and_parts_of_a_converted_model_are_not_refused():

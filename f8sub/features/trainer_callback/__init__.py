@@ -1,0 +1,1 @@
+"""Scales after each step of the Trainer of transformers."""

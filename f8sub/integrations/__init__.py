@@ -1,0 +1,1 @@
+"""What other libraries call: each module needs the library of its name."""

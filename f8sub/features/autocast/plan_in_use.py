@@ -223,7 +223,7 @@ def remember(layer: torch.nn.Module, plan: Any, y: torch.Tensor) -> None:
     Args:
         layer: that ran.
         plan: that it used.
-        y: what the product's one node returned.
+        y: what the product's one node returned, or what was put together of several nodes' results.
     """
     if torch.compiler.is_compiling():
         return
@@ -231,10 +231,16 @@ def remember(layer: torch.nn.Module, plan: Any, y: torch.Tensor) -> None:
     if innermost is not None and innermost[1] == place:
         return
     _, grad_enabled, hook = place
-    if grad_enabled and hook is not None and y.grad_fn is not None:
-        _record_of(layer).of_graph(y.grad_fn, plan)
+    if grad_enabled and hook is not None and (node := _node_of(y)) is not None:
+        _record_of(layer).of_graph(node, plan)
     elif not grad_enabled and layer.training:
         _record_of(layer).without_graph(plan)
+
+
+def _node_of(y: torch.Tensor) -> Any:
+    """The node of the product, of which Python has an object to refer to weakly; one of several, which run together."""
+    nodes = [] if y.grad_fn is None else [y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)]
+    return next((node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)), None)
 
 
 def _plan_of_repeated(layer: Any) -> Any:

@@ -142,9 +142,10 @@ def test_copies_of_several_recipes_cannot_be_told_apart():
 
 
 @on_each_checkpoint
-def test_in_the_recipe_of_the_context_around(around):
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_in_the_recipe_of_the_context_around(recipe, around):
     def inside(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with f8sub.autocast("tensorwise"):
+        with f8sub.autocast(recipe):
             return model(x)
 
     if around is reentrant:
@@ -152,7 +153,7 @@ def test_in_the_recipe_of_the_context_around(around):
         assert "Enter f8sub.autocast inside the checkpointed function" in message
         return
     found = results(converted(Experts, around), run=inside)
-    assert equal(found, results(converted(Experts, None, "tensorwise")))
+    assert equal(found, results(converted(Experts, None, recipe)))
 
 
 @on_each_checkpoint

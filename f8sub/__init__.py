@@ -9,10 +9,26 @@ f8sub.precompute_scales(model)              # after every step
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from f8sub import features as _features  # noqa: F401  (enter by sockets)
 from f8sub import optim as optim
+from f8sub import registered as _features  # noqa: F401  (enter by sockets)
 from f8sub import tensor_parallel as tensor_parallel
+from f8sub.attention import prefer_cudnn_attention
+from f8sub.checkpoint.load import load_float8
+from f8sub.checkpoint.save import save_float8
+from f8sub.checkpoint.stream import float8_state_dict, float8_weights
 from f8sub.convert.convert import convert_to_float8
+from f8sub.convert.convert_back import convert_from_float8
+from f8sub.convert.migration_errors import no_attribute as _no_attribute
+from f8sub.convert.primary_weights import drop_high_precision, restore_high_precision
+from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
+from f8sub.diagnostics.compare import compare
+from f8sub.diagnostics.comparison import Comparison
+from f8sub.diagnostics.conversion_report import conversion_report
+from f8sub.diagnostics.find_nonfinite import find_nonfinite
+from f8sub.diagnostics.monitor import Monitor
+from f8sub.diagnostics.report import ConversionReport, LayerReport
+from f8sub.diagnostics.sensitivity import sensitivity
+from f8sub.diagnostics.step_guard import skip_step_if_nonfinite
 from f8sub.errors import (
     Float8ConfigError,
     Float8NumericsError,
@@ -20,38 +36,22 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
 )
-from f8sub.features.autocast.autocast import autocast
-from f8sub.features.checkpointing.policy import checkpoint_policy
-from f8sub.features.compare.compare import compare
-from f8sub.features.compare.comparison import Comparison
-from f8sub.features.convert_back.convert_back import convert_from_float8
-from f8sub.features.experts.grouped_linear import grouped_linear
-from f8sub.features.experts.seams import register_experts
-from f8sub.features.export.float8_weights import float8_state_dict, float8_weights
-from f8sub.features.export.save import save_float8
-from f8sub.features.foreign_calls.foreign_calls import no_attribute as _no_attribute
-from f8sub.features.gradient_wire.reduce_gradients import GradientReduction, reduce_gradients_in_float8
-from f8sub.features.inspect.estimate import Estimate, estimate
-from f8sub.features.load.load import load_float8
-from f8sub.features.monitor.monitor import Monitor
-from f8sub.features.precompute_hook.hook import register_precompute_hook
-from f8sub.features.primary_weights.masters import drop_high_precision, restore_high_precision
-from f8sub.features.report.conversion_report import conversion_report
-from f8sub.features.report.report import ConversionReport, LayerReport
-from f8sub.features.sensitivity.sensitivity import sensitivity
-from f8sub.features.step_model.estimate_step import StepEstimate, estimate_step
-from f8sub.features.swiglu_input.swiglu_input import keep_swiglu_input_in_float8
-from f8sub.features.tensors.quantize import quantize
-from f8sub.features.token_dispatch.dispatchers import dispatch_tokens_in_float8
-from f8sub.features.token_dispatch.exchange import exchange_tokens
-from f8sub.features.tools.attention import prefer_cudnn_attention
-from f8sub.features.tools.find_nonfinite import find_nonfinite
-from f8sub.features.tools.step_guard import skip_step_if_nonfinite
+from f8sub.estimator.estimate import Estimate, estimate
+from f8sub.estimator.estimate_step import StepEstimate, estimate_step
+from f8sub.experts.grouped_linear import grouped_linear
+from f8sub.experts.seams import register_experts
+from f8sub.experts.token_dispatch import dispatch_tokens_in_float8
+from f8sub.experts.token_exchange import exchange_tokens
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
+from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
+from f8sub.linear.autocast import autocast
+from f8sub.linear.checkpointing import checkpoint_policy
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.quantize import quantize
 from f8sub.version import __version__ as __version__
+from f8sub.weights.precompute_hook import register_precompute_hook
 from f8sub.weights.precompute_scales import precompute_scales
 
 __all__ = [

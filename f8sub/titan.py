@@ -18,18 +18,18 @@ A name that is for another torchtitan than the installed one is a ``Float8Config
 
 from typing import TYPE_CHECKING, Any
 
-from f8sub.features.torchtitan import layout
+from f8sub.integrations.torchtitan import layout
 
 if TYPE_CHECKING:
-    from f8sub.features.torchtitan.configs import *  # noqa: F403  (by the names of torchtitan's configs)
-    from f8sub.features.torchtitan.converter import Float8Converter as Float8Converter
-    from f8sub.features.torchtitan.converter import with_float8 as with_float8
-    from f8sub.features.torchtitan.converter import with_precompute_scales as with_precompute_scales
-    from f8sub.features.torchtitan.job_config import Float8ModelConverter as Float8ModelConverter
-    from f8sub.features.torchtitan.job_config import JobConfig as JobConfig
-    from f8sub.features.torchtitan.overrides import float8 as float8
-    from f8sub.features.torchtitan.overrides import precompute_scales as precompute_scales
-    from f8sub.features.torchtitan.transform import Float8Transform as Float8Transform
+    from f8sub.integrations.torchtitan.configs import *  # noqa: F403  (by the names of torchtitan's configs)
+    from f8sub.integrations.torchtitan.converter import Float8Converter as Float8Converter
+    from f8sub.integrations.torchtitan.converter import with_float8 as with_float8
+    from f8sub.integrations.torchtitan.converter import with_precompute_scales as with_precompute_scales
+    from f8sub.integrations.torchtitan.overrides import float8 as float8
+    from f8sub.integrations.torchtitan.overrides import precompute_scales as precompute_scales
+    from f8sub.integrations.torchtitan.torchtitan_0_2 import Float8ModelConverter as Float8ModelConverter
+    from f8sub.integrations.torchtitan.torchtitan_0_2 import JobConfig as JobConfig
+    from f8sub.integrations.torchtitan.transform import Float8Transform as Float8Transform
 
 
 def __getattr__(name: str) -> Any:

@@ -45,7 +45,7 @@ run_lane() {  # name, arguments of pytest
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
 mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
-with_ranks+=(tests/recipes tests/features/torchtitan tests/linear tests/docs)
+with_ranks+=(tests/recipes tests/integrations/torchtitan tests/linear tests/docs)
 run_lane ranks "${with_ranks[@]}" &
 ranks=$!
 status=0

@@ -14,11 +14,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Row, a file of constraints and what takes the place of its lines, and what is run: the default suite, and the long
 # tests of these files; where there is no suite, all of their tests.
-of_0_2="tests/features/torchtitan/test_training.py tests/features/torchtitan/test_job_config.py tests/scripts/test_titan.py"
+of_0_2="tests/integrations/torchtitan/test_training.py tests/integrations/torchtitan/test_job_config.py tests/scripts/test_titan.py"
 rows="
 torchtitan0.2 | constraints.txt        | torchtitan==0.2.2                             |       | $of_0_2
-torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/features/checkpointing tests/features/swiglu_input
-torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/features/torchtitan
+torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/linear tests/convert
+torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/integrations/torchtitan
 torch2.15     | constraints-newest.txt |                                               | suite |
 newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |
 "

@@ -31,7 +31,8 @@ from rich.progress import Progress
 from f8sub import Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, scaled_mm
-from f8sub.kernels.triton import gemm_table, triton_mm
+from f8sub.kernels.gemm import blockwise as triton_mm
+from f8sub.kernels.gemm import tuning as gemm_table
 from f8sub.kernels.triton.gemm_launch import Config
 from scripts.bench.formats import E4M3, FORMATS
 from scripts.bench.split_k import SplitK

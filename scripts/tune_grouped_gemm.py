@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 import f8sub
-from f8sub.features.expert_operands.groups import Groups
-from f8sub.features.expert_products.products import GROUPED
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.triton import grouped_mm
-from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
+from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
+from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.grouped.gemm import GROUPED
+from f8sub.kernels.grouped.groups import Groups
 from scripts.bench.gpu.expert_steps import LIES, Lie
 from scripts.bench.gpu.experts import SHAPES, Problem, Product
 from scripts.bench.timing import by_graph, in_turns, machine, summary

@@ -30,8 +30,8 @@ from f8sub.convert.filters import (
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm.select import Plan
+from f8sub.linear.hooks import guests
 from f8sub.linear.saved_input import AUTO
-from f8sub.linear.sockets import guests
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import CONVERSION, require
 from f8sub.weights.conversion import Conversion

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, present
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
 
 _library = torch.library.Library("f8sub", "DEF")
 

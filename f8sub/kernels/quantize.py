@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 
 from f8sub.formats import Float8Format
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import ops, reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, ScaleSource
-from f8sub.kernels.triton import quantize_cuda
 
 on_cpu: Callable[..., Quantized] = reference.quantize
 """What quantizes plain tensors of a CPU in eager code, with arguments as those of ``reference.quantize``."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
-from f8sub.kernels import e2m1
+from f8sub.kernels import fp4 as e2m1
 from f8sub.kernels import scales as rules
 from f8sub.kernels.scales import PriorScale, ReduceAmax, Scales
 

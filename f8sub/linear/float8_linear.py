@@ -25,12 +25,12 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES
-from f8sub.linear import sockets
+from f8sub.linear import hooks as sockets
 from f8sub.linear.saved_input import Call, GemmInput, Kept, cast_x, x_columnwise
-from f8sub.linear.weight_cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.recipe import GemmSpec
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, is_dtensor
+from f8sub.weights.cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import Weight, WeightRecord, casting, check_not_raw, exported, local_tensor

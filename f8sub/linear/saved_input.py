@@ -22,7 +22,7 @@ from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
-from f8sub.linear import sockets
+from f8sub.linear import hooks as sockets
 from f8sub.tensor.float8_tensor import Float8Tensor
 
 GemmInput = Operand | torch.Tensor

@@ -8,9 +8,9 @@ import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, present, why_not_derivable
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference
-from f8sub.kernels.triton import quantize_cuda
-from f8sub.tensor.operators import describe
+from f8sub.tensor.op_schema import describe
 from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

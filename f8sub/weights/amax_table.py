@@ -10,14 +10,15 @@ import torch
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy, sent_to
 from f8sub.kernels.scales import PriorScale, scales_or_nan
-from f8sub.kernels.triton import shard_amaxes, support
+from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
+from f8sub.kernels.triton import support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
 from f8sub.weights import guests
 from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 _FEW = 8192  # elements; on a CPU ``_foreach_norm`` takes 2.8 ns for each, and larger weights are faster one by one
 

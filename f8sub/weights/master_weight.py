@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from f8sub.formats import Operand
-from f8sub.tensor.operators import Operator, describe
+from f8sub.tensor.op_schema import Operator, describe
 from f8sub.torch_compat import (
     is_capturing,
     is_dtensor,
@@ -38,7 +38,7 @@ class Cell:
         number: unique in this process. FSDP2 gives a weight new storages, whose epochs may equal the old one's.
         epoch: number of operators that wrote to the storage.
         storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
-        cast: the codes cast last and what they were cast from, see ``linear/weight_cast.py``.
+        cast: the codes cast last and what they were cast from, see ``weights/cast.py``.
         record: of the weight, or of one of those that are tied; None where it is no module's.
         replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
         copied: what ``copies`` compares.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels.triton.support import ALIGNMENT
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,

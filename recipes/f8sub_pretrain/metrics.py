@@ -22,8 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from f8sub.features.monitor import writers
-from f8sub.features.operand_statistics.statistics import GRADIENT, Statistics
+from f8sub.diagnostics import writers
+from f8sub.diagnostics.statistics import GRADIENT, Statistics
 from f8sub_pretrain.settings import Settings
 
 

@@ -183,7 +183,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    from tests.features.torchtitan.gloo import make_assets
+    from tests.integrations.torchtitan.gloo import make_assets
 
     arguments = titan.parsed(__doc__)
     arguments.more += tracing(arguments)

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 import f8sub
-from f8sub.features.gradient_codes import launches, wire
-from f8sub.features.gradient_codes.layout import chunk_size, layout_of
-from f8sub.features.gradient_wire.reduction import Float8ReduceScatter
+from f8sub.gradients import triton_launch as launches
+from f8sub.gradients import wire
+from f8sub.gradients.layout import chunk_size, layout_of
+from f8sub.gradients.reduction import Float8ReduceScatter
 from scripts.bench.gpu.llama import Batch, Trainer
 from scripts.bench.gpu.slices import process_group
 from scripts.bench.gpu.variants import Variant

@@ -17,10 +17,14 @@ import torch
 
 import f8sub
 from f8sub.formats import Operand
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import ops, scales
-from f8sub.kernels.triton import grouped_mm, launch, quantize_cuda, support, triton_mm
-from f8sub.kernels.triton.grouped_gemm_config import Rows
-from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.gemm import blockwise as triton_mm
+from f8sub.kernels.gemm.grouped_gemm_config import Rows
+from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.triton import quantize_launch as launch
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.launch import Launch
 from scripts.bench import no_gpu
 from scripts.bench.timing import cpu_in_turns, summary
 from scripts.table import Table, finish, parser

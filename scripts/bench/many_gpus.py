@@ -197,7 +197,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    from tests.features.torchtitan.gloo import make_assets
+    from tests.integrations.torchtitan.gloo import make_assets
 
     arguments = parsed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

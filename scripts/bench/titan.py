@@ -162,7 +162,7 @@ def table(arguments: argparse.Namespace, found: dict[str, dict[str, Any]], where
 
 
 def main() -> None:
-    from tests.features.torchtitan.gloo import make_assets
+    from tests.integrations.torchtitan.gloo import make_assets
 
     arguments = parsed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,7 +1,7 @@
 """The bytes of a Llama's linear layers in float8 and in bf16: weights, all-gather, saved for backward, transient.
 
 Predicted, on the meta device, for the GEMMs of an H200: no GPU needed. What is predicted is held to what is measured
-by tests/features/tools/test_byte_account.py and tests/features/tools/ranks/test_byte_account.py.
+by tests/diagnostics/test_byte_account.py and tests/diagnostics/ranks/test_byte_account.py.
 
     python scripts/tables/byte_account.py --recipe blockwise --keep-x float8
 """

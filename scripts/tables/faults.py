@@ -20,15 +20,15 @@ from scripts.table import ROOT, Table, finish, parser
 LISTED = """
 NaN or infinity in an x: NaN in its row of y and nowhere else; named by `find_nonfinite`
     tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are
-    tests/features/tools/ranks/test_find_nonfinite.py::test_the_first_layer_role_and_rank
+    tests/diagnostics/ranks/test_find_nonfinite.py::test_the_first_layer_role_and_rank
 NaN or infinity in one rank's shard: NaN codes on all ranks at once, then an error that names the layer
     tests/weights/ranks/test_non_finite.py::test_one_rank_s_bad_element_is_everyone_s
     tests/weights/ranks/test_non_finite.py::test_a_bad_element_shows_on_every_rank_without_precompute_scales_too
 NaN or infinity in a gradient: the step is none, bitwise, on all ranks; or the first layer, role and rank are named
     tests/contract/test_linear_numerics.py::test_non_finite_elements_stay_where_they_are
-    tests/features/tools/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them
-    tests/features/tools/ranks/test_step_guard.py::test_one_rank_s_bad_batch_skips_the_step_of_all
-    tests/features/tools/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way
+    tests/diagnostics/test_step_guard.py::test_a_run_with_bad_steps_is_the_run_without_them
+    tests/diagnostics/ranks/test_step_guard.py::test_one_rank_s_bad_batch_skips_the_step_of_all
+    tests/diagnostics/ranks/test_find_nonfinite.py::test_gradients_that_overflow_on_the_way
 zero tensors, rows, blocks: exact zeros, scale 1
     tests/kernels/test_against_casts.py::test_edge_values
 subnormal values, any float32 bits: codes and scales are the float64 oracle's; no infinite scale
@@ -53,8 +53,8 @@ converted twice, after `fully_shard`, or nothing to convert: a warning that chan
     tests/convert/test_convert.py::test_converting_after_fully_shard_is_an_error
     tests/convert/test_convert.py::test_nothing_to_convert_is_an_error
 a rank with another recipe, format, option, dtype or f8sub: `Float8RankMismatchError` on all ranks within 5 s, with ranks and fields
-    tests/features/shard_checks/ranks/test_rank_mismatch.py::test_a_rank_that_differs
-    tests/features/shard_checks/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others
+    tests/weights/ranks/test_rank_mismatch.py::test_a_rank_that_differs
+    tests/weights/ranks/test_rank_mismatch.py::test_a_replica_that_differs_is_not_averaged_with_the_others
 one rank alone calls or forgets `precompute_scales`, or writes to its shard: no rank waits; right numbers, or NaN and a warning on all
     tests/weights/ranks/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting
     tests/weights/ranks/test_wire.py::test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting

@@ -29,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from f8sub.features.gradient_codes import wire
-from f8sub.features.gradient_codes.blocks import BLOCK, decode, encode
-from f8sub.features.gradient_codes.layout import chunk_size, layout_of
+from f8sub.gradients import wire
+from f8sub.gradients.blocks import BLOCK, decode, encode
+from f8sub.gradients.layout import chunk_size, layout_of
 from scripts.loss_compare import CONFIDENCE, student_t_quantile
 from scripts.table import ROOT, Table, parser, processor, write_between_markers
 

@@ -245,7 +245,7 @@ def _formats(node: Any) -> list[Any]:
 
 def _of_quantization(node: Any) -> tuple[int, int]:
     from f8sub.formats import Float8Format
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     (x, amax, *names), _ = node.unflatten_args(node.inputs, node.constant_args)
     row, col = (None if name is None else Float8Format.parse(name) for name in names)
@@ -255,7 +255,7 @@ def _of_quantization(node: Any) -> tuple[int, int]:
 
 def _of_derivation(node: Any) -> tuple[int, int]:
     from f8sub.formats import Operand
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     rowwise, columnwise = _formats(node)
     operand = Operand(*map(_meta, node.inputs[:2]), rowwise)
@@ -263,7 +263,7 @@ def _of_derivation(node: Any) -> tuple[int, int]:
 
 
 def _of_transposition(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     codes = _meta(node.inputs[0])
     return _of_launches([launch.transposition(codes, codes.new_empty(codes.shape[::-1]))])

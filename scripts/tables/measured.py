@@ -1,7 +1,7 @@
 """How near f8sub.estimate comes to every time, speed and peak of memory that the documentation holds of a GPU.
 
 One row a set of figures; --all prints each of them. No GPU needed: what was measured stands in
-tests/features/estimate/measured.toml, with machine, day and command.
+tests/estimator/measured.toml, with machine, day and command.
 
     python scripts/tables/measured.py
 """
@@ -12,7 +12,7 @@ import itertools
 import statistics
 
 from scripts.table import Table, finish, parser
-from tests.features.estimate.predictions import Figure, figures
+from tests.estimator.predictions import Figure, figures
 
 WITHIN = 0.10
 

@@ -16,11 +16,17 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 import f8sub
-from f8sub.features.named_models.load import load
-from f8sub.features.step_model.estimate_step import StepEstimate
+from f8sub.estimator.estimate_step import StepEstimate
+from f8sub.estimator.models import load
 from scripts.table import Table, parser, provenance, write_between_markers, write_json
 from scripts.tables import drawing
-from tests.features.step_model.runs import PUBLISHED, published, rates, speed_ups, whole_runs
+from tests.estimator.runs import (
+    PUBLISHED,
+    published,
+    rates,
+    speed_ups,
+    whole_runs,
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama3-8b": {"checkpoint": "selective", "gpus": (8, 64, 128, 1024)},

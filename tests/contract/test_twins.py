@@ -13,11 +13,11 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.features.expert_bytes.account import expert_bytes
-from f8sub.features.tools.byte_account import byte_account
+from f8sub.diagnostics.bytes import byte_account
+from f8sub.diagnostics.expert_bytes import expert_bytes
 from tests.data_sets import gaussian, generator
-from tests.features.experts.models import OwnExperts, experts_of, of_transformers
-from tests.features.experts.ranks.test_sharded import TransposedExperts
+from tests.experts.experts_models import OwnExperts, experts_of, of_transformers
+from tests.experts.ranks.test_experts_sharded import TransposedExperts
 from tests.models import equal, heard, refusal, seed_weights
 
 WIDTH, ROWS, EXPERTS = 32, 24, 4

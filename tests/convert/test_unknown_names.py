@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import f8sub
+from f8sub.convert.migration_errors import NAMES
 from f8sub.errors import nearest, shown
-from f8sub.features.foreign_calls.foreign_calls import NAMES
 from tests.convert.models import mlp
 from tests.docs.pages import ROOT
 

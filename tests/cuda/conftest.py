@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features.torchtitan import runs
+from tests.integrations.torchtitan import runs
 from tests.ranks import Nursery
 
 HERE = Path(__file__).parent

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.features.adapted_experts.adapted import Adapted, Added
-from f8sub.features.expert_operands.groups import Groups
-from f8sub.features.expert_operands.quantize import quantize_both
-from f8sub.features.expert_products.products import GroupedPlan
+from f8sub.experts.adapters import Adapted, Added
+from f8sub.kernels.grouped.gemm import GroupedPlan
+from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.quantize import quantize_both
 from tests.data_sets import DTYPES, gaussian, generator
-from tests.features.token_dispatch.ranks import test_exchange
+from tests.experts.ranks import test_exchange
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
 

@@ -6,9 +6,11 @@ import torch
 import f8sub
 from f8sub import GemmSpec
 from f8sub.formats import Operand
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference
+from f8sub.kernels.gemm import blockwise as triton_mm
 from f8sub.kernels.gemm import scaled_mm, select
-from f8sub.kernels.triton import prepared, quantize_cuda, triton_mm
+from f8sub.kernels.triton import prepared
 from tests.budgets import excess
 from tests.data_sets import generator, on_each_dtype, row_outliers
 from tests.kernels.products import (

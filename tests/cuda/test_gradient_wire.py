@@ -6,9 +6,9 @@ from torch import nn
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.features.gradient_codes.test_kernels import bytes_and_sums
-from tests.features.gradient_wire import oracle
-from tests.features.gradient_wire.models import FLOAT32, same, sharded
+from tests.gradients import oracle
+from tests.gradients.models import FLOAT32, same, sharded
+from tests.gradients.test_kernels import bytes_and_sums
 from tests.kernels.interpreted import needs_triton
 
 pytestmark = needs_triton

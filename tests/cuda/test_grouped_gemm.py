@@ -5,8 +5,9 @@ import torch
 
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.triton import grouped_mm, prepared
-from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
+from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
+from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.triton import prepared
 from tests.budgets import excess
 from tests.kernels.grouped import GROUPS, PAIRS, TAIL, ByRows, OverRows, rows_of
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from tests.features.operand_statistics.test_kernels import COLS, ROWS, kernels_agree
+from tests.diagnostics.test_kernels import COLS, ROWS, kernels_agree
 from tests.kernels.interpreted import needs_triton
 
 

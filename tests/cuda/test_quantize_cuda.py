@@ -6,11 +6,12 @@ import torch
 import f8sub
 from f8sub import Float8Format
 from f8sub.formats import Operand
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda, support
+from f8sub.kernels.triton import support
 from tests.data_sets import edge_values, make, on_each_dtype
 from tests.kernels import test_pairs as pairs
 from tests.kernels import test_quantize_cuda as interpreted
@@ -35,7 +36,8 @@ of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"]
 @pytest.fixture
 def runs(monkeypatch) -> list[str]:
     """Names of the kernels that were launched, and of launches that were known "prepared"."""
-    from f8sub.kernels.triton import launcher, prepared
+    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import prepared
 
     found: list[str] = []
     run, again = launcher.Launch.run, prepared._Prepared.run

@@ -1,6 +1,6 @@
 """torchtitan 0.2's trainer with f8sub on GPUs and NCCL: debug Llama, real text, a tokenizer trained on the spot.
 
-torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in ``tests/features/torchtitan/jobs_0_2.py``.
+torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in ``tests/integrations/torchtitan/jobs_0_2.py``.
 """
 
 import functools
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.cuda import titan
-from tests.features.torchtitan import gloo
-from tests.features.torchtitan.runs import gathered, last, more_all_reduces
-from tests.features.torchtitan.test_training import LINEAR_ELEMENTS
+from tests.integrations.torchtitan import gloo
+from tests.integrations.torchtitan.runs import gathered, last, more_all_reduces
+from tests.integrations.torchtitan.test_training import LINEAR_ELEMENTS
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 RECIPES += ("gridquant", "delayed", "mxfp8", "nvfp4")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.cuda.test_titan import RECIPES
-from tests.features.torchtitan import gloo
-from tests.features.torchtitan.runs import installed
+from tests.integrations.torchtitan import gloo
+from tests.integrations.torchtitan.runs import installed
 
 COMMON = "debug.deterministic=true"
 COMPILED = 'compile.enable=true compile.components=["model","loss"]'

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tests.features.torchtitan import gloo, jobs_0_2
+from tests.integrations.torchtitan import gloo, jobs_0_2
 
 PATIENCE = 20
 """Seconds for a collective of a step that compiles nothing any more."""

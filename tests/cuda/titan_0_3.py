@@ -31,7 +31,7 @@ from torchtitan.distributed import cudagraph
 from torchtitan.tools.logging import init_logger
 
 import f8sub
-from tests.features.torchtitan import configs, gloo
+from tests.integrations.torchtitan import configs, gloo
 
 torchtitan.trainer.time = gloo.without_sleep(torchtitan.trainer.time)
 

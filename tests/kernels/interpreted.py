@@ -51,7 +51,7 @@ def _start() -> None:
 @contextlib.contextmanager
 def launched() -> Iterator[list[str]]:
     """Names of the kernels that are launched meanwhile."""
-    from f8sub.kernels.triton import launcher
+    from f8sub.kernels.triton import launch as launcher
 
     names, run = [], launcher.Launch.run
 

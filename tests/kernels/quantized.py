@@ -7,9 +7,9 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import Operand
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
 from tests.kernels.products import E4M3, E5M2, assert_same_bits
 from tests.selection import long_but
 

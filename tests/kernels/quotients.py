@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.tiles import Cast, inverse, scale_from_amax
+from f8sub.kernels.triton.tile_ops import Cast, inverse, scale_from_amax
 
 
 @triton.jit

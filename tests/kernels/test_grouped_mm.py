@@ -7,8 +7,8 @@ import torch
 
 from f8sub import Float8Format, Tile
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.triton import grouped_mm
-from f8sub.kernels.triton.grouped_gemm_config import Config, Rows, default_config
+from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows, default_config
+from f8sub.kernels.grouped import grouped_mm
 from tests.budgets import excess
 from tests.data_sets import DTYPES
 from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows

@@ -102,7 +102,7 @@ def test_the_second_launch_is_the_first_without_triton(process, words):
 
 
 def other_arguments() -> None:
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
     aligned, odd = (torch.zeros(256 * 256 + 1, dtype=torch.float16)[i:] for i in (0, 1))
@@ -143,7 +143,7 @@ def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
 
 def rows_of_steps() -> None:
     """Tokens in groups, as many as come: no kernel is compiled for their number."""
-    from f8sub.features.expert_operands.tokens_cuda import launches
+    from f8sub.kernels.grouped.tokens_cuda import launches
 
     kernels = []
     for tokens in (20008, 24000, 20016, 23992):
@@ -160,7 +160,8 @@ def test_tokens_of_another_number_are_no_other_kernels(process):
 
 
 def bounded() -> None:
-    from f8sub.kernels.triton import launch, launcher
+    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import quantize_launch as launch
 
     launcher._compiled.clear()
     launcher.MOST = 3
@@ -201,7 +202,8 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
 
     They have results of their own, of one layout, and scratch memory that is zero.
     """
-    from f8sub.kernels.triton import launcher, prepared
+    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import prepared
 
     found, known, results, run = [], [], [], prepared.run
     worked_out, launch, kept = [], launcher.Launch.run, set()
@@ -236,7 +238,7 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
 def prepared(recipe: str) -> None:
     """Each usage, with an amax that is known, columns of codes, and codes transposed."""
     import f8sub
-    from f8sub.kernels.triton import quantize_cuda
+    from f8sub.kernels import cuda as quantize_cuda
 
     interpreted.take_any_device()
     spec = f8sub.get_recipe(recipe)
@@ -274,8 +276,9 @@ def by_column(scale: torch.Tensor) -> torch.Tensor:
 
 def products(pair: str, kinds: tuple[str, ...]) -> None:
     """By our kernels for Hopper, of whole matrices, of few rows, and by groups; small ones are made in parts."""
-    from f8sub.kernels.triton import grouped_mm, triton_mm
-    from f8sub.kernels.triton.grouped_gemm_config import Rows
+    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.gemm.grouped_gemm_config import Rows
+    from f8sub.kernels.grouped import grouped_mm
     from tests.kernels import grouped
     from tests.kernels.products import operands
 
@@ -363,7 +366,8 @@ def odd(a: Operand) -> Operand:
 
 def copied(codes: bool) -> None:
     """Codes that begin where nothing is loaded from, or scales that lie row by row, which products copy."""
-    from f8sub.kernels.triton import prepared, triton_mm
+    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.triton import prepared
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
@@ -391,7 +395,8 @@ def test_products_of_copies_are_worked_out_each_time(fresh_process, codes):
 
 def crowded() -> None:
     """Three kinds that come again and again, between kinds that come once."""
-    from f8sub.kernels.triton import prepared, quantize_cuda
+    from f8sub.kernels import cuda as quantize_cuda
+    from f8sub.kernels.triton import prepared
 
     interpreted.take_any_device()
     prepared.MOST = 3
@@ -412,7 +417,7 @@ def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):
 
 def squared() -> None:
     """A product of a matrix with itself, then of two."""
-    from f8sub.kernels.triton import triton_mm
+    from f8sub.kernels.gemm import blockwise as triton_mm
     from tests.kernels.products import operands
 
     interpreted.take_any_device()

@@ -39,7 +39,7 @@ def tiles_of_every_kind() -> torch.Tensor:
 @interpreted
 def test_whole_tiles(name, device):
     """Each usage and both, bitwise; by pairs where there are columns."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     x = tiles_of_every_kind()
     for row, col in usages_of(name):
@@ -53,7 +53,7 @@ def test_whole_tiles(name, device):
 @interpreted
 def test_what_is_not_paired(name, device):
     """Other dtypes, tiles cut at an edge, and matrices that begin within a word: by other kernels, to the same bits."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     format, x = FORMATS[name], tiles_of_every_kind().to(device)
     within = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
@@ -67,7 +67,7 @@ def test_what_is_not_paired(name, device):
 @pytest.mark.parametrize("name", PAIRED)
 def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
     """Ada, whose ptxas refuses max.s16x2."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     format, x = FORMATS[name], torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     for pairs in (True, False):
@@ -90,7 +90,7 @@ def test_which_gpus_compare_pairs(monkeypatch, capability, found):
 @interpreted
 def test_pasts(name, parts, device):
     """Of finite tiles and of all kinds of them; by pairs where there are columns."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     x = tiles_of_every_kind()
     check_priors(name, (x[128:, 384:].contiguous(), x[128:, :128].contiguous(), x[:128])[:parts], device)

@@ -5,10 +5,11 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda, support
+from f8sub.kernels.triton import support
 from f8sub.kernels.triton.parts import Part
 from f8sub.torch_compat import tensors_in_storage
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
@@ -66,7 +67,7 @@ def test_shapes_that_tiles_do_not_divide(name, dtype, device):
 @interpreted
 def test_rows_of_any_width(device):
     """A program holds rows of up to 2048 elements; longer ones are read twice."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     for cols in (1, 768, 2048, 2064, 4096):
         x = make("lognormal", (5, cols), 5, torch.bfloat16)
@@ -120,7 +121,7 @@ def test_scales_of_the_past(name, dtype, device):
 @interpreted
 def test_no_amax_is_looked_for_where_a_past_is_known():
     """Unless it is to cover the amax."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import quantize_launch as launch
 
     x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
     for covers, known in ((False, False), (False, True), (True, True)):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from f8sub.features.expert_operands import weights as specification
-from f8sub.features.expert_operands import weights_cuda
-from f8sub.features.expert_operands.weights import ExpertWeights
 from f8sub.formats import Float8Format, Tile
-from f8sub.kernels.triton import quantize_cuda
+from f8sub.kernels import cuda as quantize_cuda
+from f8sub.kernels.grouped import weights as specification
+from f8sub.kernels.grouped import weights_cuda
+from f8sub.kernels.grouped.weights import ExpertWeights
 from tests.data_sets import make
 from tests.kernels.interpreted import interpreted
 from tests.kernels.products import assert_same_bytes

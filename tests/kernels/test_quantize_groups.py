@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from f8sub import Float8Format, ScaleRule, Tile
-from f8sub.features.expert_operands import tokens as specification
-from f8sub.features.expert_operands import tokens_cuda
-from f8sub.features.expert_operands.groups import Groups
+from f8sub.kernels.grouped import tokens as specification
+from f8sub.kernels.grouped import tokens_cuda
+from f8sub.kernels.grouped.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bytes
@@ -135,8 +135,9 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
     """Groups, and experts' weights, whose amaxes are found while those before them are cast: the same bits."""
     from unittest import mock
 
-    from f8sub.features.expert_operands import weights, weights_cuda
-    from f8sub.kernels.triton import expert_launch, grouped_launch, prepared
+    from f8sub.kernels.grouped import weights, weights_cuda
+    from f8sub.kernels.triton import expert_launch, prepared
+    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
     for ahead in (1, 3 * 128 * 256 * 2, 2**30):
@@ -168,7 +169,7 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
     """Every strip is read once and cast once, after all of its group were read; and a turn knows where its strip is."""
     from unittest import mock
 
-    from f8sub.kernels.triton import grouped_launch
+    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
 
     rng, edge = random.Random(ahead), 128
     for _ in range(6):
@@ -205,7 +206,8 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
 def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
     from unittest import mock
 
-    from f8sub.kernels.triton import grouped_launch, prepared
+    from f8sub.kernels.triton import prepared
+    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
 
     groups = groups_of(COUNTS["ragged"])
     with (

@@ -7,9 +7,10 @@ import torch
 
 from f8sub import Float8Format
 from f8sub.formats import Operand
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
-from f8sub.kernels.triton import quantize_cuda, support
+from f8sub.kernels.triton import support
 from tests.data_sets import generator, make
 from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bits

@@ -6,8 +6,9 @@ import torch
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
-from f8sub.kernels.triton import shard_amaxes, support
-from f8sub.kernels.triton.shard_amaxes import Matrix
+from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.multi_tensor_launch import Matrix
 from tests.data_sets import edge_values, generator, make
 from tests.kernels.interpreted import interpreted
 

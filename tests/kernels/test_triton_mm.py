@@ -9,8 +9,9 @@ import f8sub
 from f8sub import Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import Operand
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import select
-from f8sub.kernels.triton import gemm_table, measured, triton_mm
+from f8sub.kernels.gemm import blockwise as triton_mm
+from f8sub.kernels.gemm import measured, select
+from f8sub.kernels.gemm import tuning as gemm_table
 from tests.budgets import excess
 from tests.data_sets import DTYPES, generator, row_outliers
 from tests.kernels.interpreted import interpreted, needs_triton

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.features.delayed.layers import states_of
-from f8sub.features.delayed_state import state
+from f8sub.delayed import state
+from f8sub.delayed.layers import states_of
 from tests.compiling import compile_blocks
 from tests.convert.models import K, mlp
 from tests.data_sets import gaussian, generator

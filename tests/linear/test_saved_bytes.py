@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8sub
-from f8sub.linear import sockets
+from f8sub.linear import hooks as sockets
 from tests import oracle
 from tests.compiling import SavedShapes
 from tests.counting import FLOAT8, Float8Work

@@ -22,7 +22,7 @@ def late(rank: int, world: int) -> list[int]:
     kept: list[list[tuple[str, torch.Tensor]]] = []
 
     def before(model: torch.nn.Module, layout: str) -> Iterator[tuple[str, torch.Tensor]]:
-        kept.append(list(f8sub.features.export.float8_weights.float8_weights(model, layout)))
+        kept.append(list(f8sub.checkpoint.stream.float8_weights(model, layout)))
         return iter(kept[max(len(kept) - 2, 0)])
 
     with mock.patch.object(f8sub, "float8_weights", before):

@@ -9,7 +9,7 @@ import torch
 from scripts.tables import gradient_losses
 from scripts.tables.gradient_losses import ARMS, BASELINE, CONTROL, DATA, RANKS
 from tests.data_sets import gaussian, generator
-from tests.features.gradient_wire import oracle
+from tests.gradients import oracle
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gradient_wire.md").read_text()
 SHAPES = [(40, 24), (13, 130), (7,), (3, 5)]

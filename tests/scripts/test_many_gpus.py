@@ -23,7 +23,7 @@ def test_rows_take_the_gpus_that_are_there(gpus):
 @pytest.mark.long
 @of_0_2
 def test_a_section_on_cpus(run_script):
-    on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2")
+    on_cpus = ("--gpus", "2", "--program", "tests.integrations.torchtitan.cpu_0_2")
     ours = ("--only", "bf16", "tensorwise")  # torchao takes no CPU here
     options = ("--sections", "layouts", *ours, *on_cpus, *SMALL, *SHORT, "--compile.no-enable")
     done = run_script("bench/many_gpus.py", *options)

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from scripts.bench import titan
-from tests.features.torchtitan import runs
+from tests.integrations.torchtitan import runs
 
 SMALL = ("--flavor", "debugmodel", "--tokens", "128", "--sequences", "2")
 SHORT = ("--steps", "6", "--skip", "2", "--window", "2")
@@ -47,7 +47,7 @@ def test_arms_differ_in_what_they_are_about():
 @pytest.mark.long
 @of_0_2
 def test_it_trains_on_cpus(run_script):
-    on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
+    on_cpus = ("--gpus", "2", "--program", "tests.integrations.torchtitan.cpu_0_2", "--f8sub.emulate")
     arms = ("--arms", "f8sub tensorwise eager", "bf16 eager")  # the latter has no such option
     done = run_script("bench/titan.py", *on_cpus, *SMALL, *SHORT, *arms)
     assert done.returncode == 1
@@ -60,7 +60,7 @@ def test_it_trains_on_cpus(run_script):
 @pytest.mark.long
 @of_0_2
 def test_a_mixture_of_experts_on_cpus(run_script):
-    on_cpus = ("--gpus", "2", "--program", "tests.features.torchtitan.cpu_0_2", "--f8sub.emulate")
+    on_cpus = ("--gpus", "2", "--program", "tests.integrations.torchtitan.cpu_0_2", "--f8sub.emulate")
     model = ("--model.name=qwen3", "--model.flavor=debugmodel_moe", "--compile.no-enable")
     done = run_script("bench/titan.py", *on_cpus, *SMALL, *SHORT, *model, "--arms", titan.MIXTURES[0])
     assert done.returncode == 0

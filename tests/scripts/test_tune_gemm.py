@@ -9,7 +9,7 @@ import torch
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales
-from f8sub.kernels.triton import gemm_table
+from f8sub.kernels.gemm import tuning as gemm_table
 from tests.kernels.interpreted import needs_triton
 
 

@@ -116,7 +116,7 @@ def test_attributes_are_looked_at_for_each_class():
 
 
 def test_a_backend_that_is_not_known_is_not_taken(unseen, monkeypatch):
-    from f8sub.features.expert_products import products
+    from f8sub.kernels.grouped import gemm as products
 
     monkeypatch.delattr(torch, "_scaled_grouped_mm")
     row = f8sub.get_recipe("rowwise").fprop.a

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
-from f8sub.features.delayed import histories
-from f8sub.linear import weight_cast
+from f8sub.delayed import histories
+from f8sub.weights import cast as weight_cast
 from f8sub.weights import master_weight
 from tests.models import loss_of, take_step, transformer
 

@@ -11,8 +11,9 @@ import torch
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
-from f8sub.kernels.gemm import scaled_mm
-from f8sub.kernels.triton import measured, support, triton_mm
+from f8sub.kernels.gemm import blockwise as triton_mm
+from f8sub.kernels.gemm import measured, scaled_mm
+from f8sub.kernels.triton import support
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
 

@@ -6,9 +6,12 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.triton import casts, in_turn
-from f8sub.kernels.triton.grouped_launch import AHEAD_BYTES, LEAST_BYTES
-from f8sub.kernels.triton.launch import (
+from f8sub.kernels.triton import quantize as casts
+from f8sub.kernels.triton import quantize_one_pass as in_turn
+from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.prepared import Made
+from f8sub.kernels.triton.quantize_grouped_launch import AHEAD_BYTES, LEAST_BYTES
+from f8sub.kernels.triton.quantize_launch import (
     ELEMENTS,
     REGISTERS,
     SQUARE,
@@ -19,8 +22,6 @@ from f8sub.kernels.triton.launch import (
     deriving,
     over,
 )
-from f8sub.kernels.triton.launcher import Launch
-from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.support import TENSORWISE
 
 IN_TURN = 8192

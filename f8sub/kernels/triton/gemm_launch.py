@@ -9,10 +9,11 @@ import torch
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
-from f8sub.kernels.triton import gemm, hopper
-from f8sub.kernels.triton.gemm_table import Config
-from f8sub.kernels.triton.launch import cdiv
-from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.gemm.tuning import Config
+from f8sub.kernels.triton import gemm
+from f8sub.kernels.triton import gemm_sm90 as hopper
+from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.quantize_launch import cdiv
 from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor, gl
 
 SUM_BLOCK = 1024

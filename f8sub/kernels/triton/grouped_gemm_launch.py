@@ -8,11 +8,12 @@ import torch
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
-from f8sub.kernels.triton import grouped_gemm, grouped_hopper
+from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
+from f8sub.kernels.triton import grouped_gemm
+from f8sub.kernels.triton import grouped_gemm_sm90 as grouped_hopper
 from f8sub.kernels.triton.gemm_launch import REGISTERS, layout
-from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
-from f8sub.kernels.triton.launch import cdiv
-from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.quantize_launch import cdiv
 from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor
 
 FIELDS = 4

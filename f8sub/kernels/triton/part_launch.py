@@ -8,11 +8,13 @@ import torch
 
 from f8sub.formats import ALL, Float8Format
 from f8sub.host_copy import sent_to
-from f8sub.kernels.triton import casts, launch, support
-from f8sub.kernels.triton.launcher import Launch
+from f8sub.kernels.triton import quantize as casts
+from f8sub.kernels.triton import quantize_launch as launch
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import ALIGNMENT, EDGE
-from f8sub.kernels.triton.tiles import Shape
+from f8sub.kernels.triton.tile_ops import Shape
 
 PART = 64, EDGE
 """Tiles of ``cast_part``."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.kernels.triton.launcher import MOST, Launch
+from f8sub.kernels.triton.launch import MOST, Launch
 from f8sub.kernels.triton.support import ALIGNMENT
 from f8sub.kernels.triton.triton_compat import driver
 

@@ -15,16 +15,12 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format
-from f8sub.features.expert_operands import tokens as specification
-from f8sub.features.expert_operands import weights as of_experts
-from f8sub.features.expert_operands.groups import Groups
-from f8sub.features.expert_operands.quantize import (
-    derive_columnwise_of_experts,
-    quantize_both,
-    quantize_experts,
-)
-from f8sub.features.expert_operands.weights import ExpertWeights
-from f8sub.features.expert_products.products import GROUPED
+from f8sub.kernels.grouped import tokens as specification
+from f8sub.kernels.grouped import weights as of_experts
+from f8sub.kernels.grouped.gemm import GROUPED
+from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.quantize import derive_columnwise_of_experts, quantize_both, quantize_experts
+from f8sub.kernels.grouped.weights import ExpertWeights
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from f8sub.errors import Float8ConfigError
-from f8sub.features.expert_operands.groups import Groups
-from f8sub.features.expert_products.products import GROUPED, GroupedPlan
+from f8sub.kernels.grouped.gemm import GROUPED, GroupedPlan
+from f8sub.kernels.grouped.groups import Groups
 from f8sub.weights.master_weight import MasterWeight
 from scripts.bench.gpu.session import Session
 from scripts.bench.gpu.slices import process_group

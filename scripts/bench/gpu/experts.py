@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import f8sub
-from f8sub.features.expert_operands.groups import Groups
-from f8sub.features.expert_operands.quantize import quantize_experts, quantize_tokens
-from f8sub.features.expert_operands.tokens import Tokens
-from f8sub.features.expert_operands.weights import ExpertWeights
-from f8sub.features.expert_products.products import GROUPED, multiply_rows
 from f8sub.kernels import reference
+from f8sub.kernels.grouped.gemm import GROUPED, multiply_rows
+from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.quantize import quantize_experts, quantize_tokens
+from f8sub.kernels.grouped.tokens import Tokens
+from f8sub.kernels.grouped.weights import ExpertWeights
 from f8sub.recipe import GemmSpec
 from scripts.bench.gpu import expert_steps
 from scripts.bench.gpu.expert_steps import LIES, Lie

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format, Operand
+from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import quantize_cuda
 from scripts.bench import formats
 from scripts.bench.formats import USAGES
 from scripts.bench.gpu import shards

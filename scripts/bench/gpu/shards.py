@@ -6,8 +6,9 @@ import torch
 
 from f8sub import Float8Format, Operand
 from f8sub.kernels import scales
-from f8sub.kernels.triton import shard_amaxes, support
-from f8sub.kernels.triton.shard_amaxes import Matrix
+from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.multi_tensor_launch import Matrix
 
 COUNT = 28
 """Weights of four Llama blocks."""

@@ -14,7 +14,7 @@ from f8sub.kernels.scales import PriorScale
 from scripts.bench.formats import E4M3, FORMATS, USAGES
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 WHOLE, RAGGED, NARROW = (8192, 4096), (8208, 4112), (8192, 768)
 """Of whole tiles; of rows that begin at multiples of 16 bytes only; and of rows that are no power of two."""
@@ -48,7 +48,8 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import launch, part_launch
+        from f8sub.kernels.triton import part_launch
+        from f8sub.kernels.triton import quantize_launch as launch
         from f8sub.kernels.triton.parts import Part
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
@@ -119,7 +120,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) -> list[Launch]:
     """Of 128 experts; the name may end with what groups begin at multiples of."""
-    from f8sub.features.expert_operands import tokens_cuda
+    from f8sub.kernels.grouped import tokens_cuda
 
     name, _, multiple = name.partition(" by ")
     ends = torch.empty(128, dtype=torch.int32, device="meta")
@@ -130,7 +131,7 @@ def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) 
 
 def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
     """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
-    from f8sub.features.expert_operands import weights, weights_cuda
+    from f8sub.kernels.grouped import weights, weights_cuda
 
     w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
     if usages == "row":
@@ -140,8 +141,8 @@ def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launc
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.triton import shard_amaxes
-    from f8sub.kernels.triton.shard_amaxes import Matrix
+    from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
+    from f8sub.kernels.triton.multi_tensor_launch import Matrix
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
     amax, scale, scale_inv = torch.empty(3, 8192, device="meta")

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 CAPABILITY, WARP = 90, 32
 SHARED = {89: 101376, 90: 232448, 100: 232448, 120: 101376}

@@ -23,7 +23,7 @@ from tests.kernels.compiled.compiler import CAPABILITY, SHARED
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.gemm_launch import Config
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 STEPS = 4
 """Tensor core instructions of 32 elements of K that are waited for at once, after a block of 128."""

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.features.gradient_codes import launches
-from f8sub.features.gradient_codes.layout import chunk_size, layout_of
-from f8sub.features.gradient_codes.wire import Source
+from f8sub.gradients import triton_launch as launches
+from f8sub.gradients.layout import chunk_size, layout_of
+from f8sub.gradients.wire import Source
 from tests.kernels.compiled import compiler
 from tests.kernels.compiled.compiler import WARP
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 MOST_INSTRUCTIONS = {("pack", True): 37, ("pack", False): 21}
 """For an element of an aligned chunk's tile, by what the wire has, with what a program does once."""

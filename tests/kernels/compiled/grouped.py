@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.triton.grouped_gemm_config import Config, Rows
+from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
 from tests.kernels.compiled import gemms
 from tests.kernels.grouped import PAIRS
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 CONFIGS = [
     *(Config(128, 256, 4, persistent=True, blocks=blocks) for blocks in (4, 2, 1)),

@@ -21,7 +21,7 @@ from tests.kernels.compiled.cases import Case
 from tests.kernels.compiled.compiler import SHARED, WARP
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launcher import Launch
+    from f8sub.kernels.triton.launch import Launch
 
 SOURCES, ROWS, COLUMNS = ("x_ptr", "codes_ptr"), ("row_ptr", "out_ptr", "outs_ptr"), ("col_ptr",)
 RECIPROCAL = "rcp.approx.ftz.f32"

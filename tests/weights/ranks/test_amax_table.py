@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub.kernels.triton import quantize_cuda, shard_amaxes
+from f8sub.kernels import cuda as quantize_cuda
+from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
 from tests.data_sets import gaussian, generator
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
@@ -95,7 +96,7 @@ def test_tables_are_those_of_torchs_operators(rank, world, recipe, columns):
         if name.startswith(("triton", "f8sub.kernels.triton.")) and not name.startswith("triton._C"):
             del sys.modules[name]
     interpreted._start()
-    importlib.import_module("f8sub.kernels.triton.launcher")  # or it is what another file of tests imported
+    importlib.import_module("f8sub.kernels.triton.launch")  # or it is what another file of tests imported
     wrong, launched, planned = differences(recipe, columns, "cpu")
     assert wrong == []
     assert launched.count("amaxes_of_many") in (4, 8)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from f8sub.kernels.triton import quantize_cuda
-from f8sub.linear import weight_cast
+from f8sub.kernels import cuda as quantize_cuda
+from f8sub.weights import cast as weight_cast
 from f8sub.weights import exchange, pending_codes
 from f8sub.weights import precompute_scales as precompute
 from f8sub.weights.master_weight import MasterWeight

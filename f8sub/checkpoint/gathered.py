@@ -1,0 +1,219 @@
+"""The operands that forward multiplies, gathered one FSDP2 block after the other.
+
+An exporter that casts a float32 master instead of what forward casts has other codes for 2 to 3 % of the weights. So
+nothing is cast here: each operand comes from the function that forward itself calls.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from f8sub.checkpoint.names import Pieces, pieces_of, without_wrappers
+from f8sub.delayed.state import ScalingState
+from f8sub.errors import Float8ConfigError, Float8NumericsError
+from f8sub.experts.module import Float8Experts
+from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.linear import hooks as sockets
+from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
+from f8sub.linear.forwards import sources_of
+from f8sub.recipe import Recipe
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor, is_fsdp_module
+from f8sub.weights.weight import local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+class Part(NamedTuple):
+    """A parameter or a persistent buffer.
+
+    Attributes:
+        name: without the segments of wrappers.
+        module: whose it is.
+        attribute: its name there.
+    """
+
+    name: str
+    module: torch.nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What the module has there now."""
+        found: torch.Tensor = getattr(self.module, self.attribute)
+        return found
+
+    @property
+    def format(self) -> Float8Format | None:
+        """The format that fprop reads a layer's weight in, or one expert's; None for all that is not in float8."""
+        module = self.module
+        is_weight = isinstance(module, Float8Linear) and self.attribute == "weight"
+        if is_weight or (isinstance(module, Float8Experts) and self.attribute in module.weights):
+            recipe: Recipe = module.plan.recipe  # type: ignore[union-attr, assignment]
+            return recipe.fprop.b
+        return None
+
+    @property
+    def fqn(self) -> str:
+        """The module's name."""
+        return self.name.rpartition(".")[0]
+
+
+def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", list[Part]]]:
+    """What FSDP2 gathers together, with the module that gathers it, in the model's order; ties once, by the first name.
+
+    None gathers what FSDP2 does not shard.
+    """
+    owner: dict[torch.nn.Module, FSDPModule | None] = {}
+    found: dict[FSDPModule | None, list[Part]] = {}
+    seen: set[torch.Tensor] = set()
+    layer = "\n"  # begins no name
+    for fqn, module in model.named_modules():
+        parent = fqn.rpartition(".")[0]
+        above = owner.get(model.get_submodule(parent)) if fqn else None
+        owner[module] = module if is_fsdp_module(module) else above
+        if fqn.startswith(layer) or isinstance(module, ScalingState):
+            continue  # what a recipe keeps of a float8 layer or of experts, which no engine reads
+        if isinstance(module, Float8Linear):
+            layer = f"{fqn}." if fqn else ""
+        tensors = dict(module._parameters)
+        tensors |= {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for attribute, tensor in tensors.items():
+            if tensor is None or tensor in seen:
+                continue
+            seen.add(tensor)
+            name = f"{fqn}.{attribute}" if fqn else attribute
+            found.setdefault(owner[module], []).append(Part(without_wrappers(name), module, attribute))
+    yield from found.items()
+
+
+def tied_layers(model: torch.nn.Module) -> list[str]:
+    """Names of linear layers in high precision whose weight goes by another name, such as a head's an embedding has.
+
+    Readers have a layer there, of which they have to know that it is not in float8.
+    """
+    named = {part.name for _, parts in blocks_of(model) for part in parts}
+    layers = [
+        Part(f"{without_wrappers(fqn)}.weight", module, "weight")
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear) and not isinstance(module, Float8Linear)
+    ]
+    pieces = names_of(model, [part for part in layers if part.name not in named])
+    return [piece.name.removesuffix(".weight") for of_layer in pieces.values() for piece in of_layer]
+
+
+def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:
+    """What a checkpoint calls the tensors of each part, by the part's name; see ``pieces_of``."""
+    parts = list(parts)
+    experts = {
+        part.name: part.attribute
+        for part in parts
+        if isinstance(part.module, Float8Experts) and part.module.weights.get(part.attribute) is False
+    }
+    return pieces_of(model, {part.name: tuple(part.tensor.shape) for part in parts}, experts)
+
+
+def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
+    """The weights of all experts as fprop reads them, one after the other: views of what was gathered."""
+    module, weight = part.module, part.tensor
+    if not isinstance(module, Float8Experts):
+        raise RuntimeError(f"{part.name} is not a weight of experts")
+    found = module.rowwise(part.attribute, _dtype_of(part, local_tensor(weight), dtype))
+    if is_dtensor(weight):
+        shape, placements = (weight.shape[0], *found.data.shape[1:]), weight.placements
+        if any(not placement.is_replicate() and not placement.is_shard(0) for placement in placements):
+            raise Float8ConfigError(
+                f"{part.name}: experts are exported that ranks have whole, and its placements are {placements}"
+            )
+        data, scale_inv = (_gathered(each, weight, shape[0]) for each in (found.data, found.scale_inv))
+        found = found._replace(data=data, scale_inv=scale_inv)
+    _check_finite(part, found[:2])
+    for index in range(len(found.data)):
+        yield found.of_group(index)
+
+
+def _gathered(part: torch.Tensor, weight: "DTensor", count: int) -> torch.Tensor:
+    """All experts' codes or scales, of those of this rank's experts."""
+    plain = part.contiguous().view(torch.uint8) if part.itemsize == 1 else part.contiguous()
+    shape = torch.Size((count, *plain.shape[1:]))
+    stride = (plain.shape[1] * plain.shape[2], plain.shape[2], 1)
+    whole = torch.distributed.tensor.DTensor.from_local(
+        plain, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole.full_tensor().view(part.dtype)
+
+
+def _dtype_of(part: Part, local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What fprop computes in; Float8ConfigError where ``dtype`` is None and nothing tells it."""
+    if dtype is None and local.dtype == torch.float32 and not isinstance(local, Float8Tensor):
+        raise Float8ConfigError(
+            f"{part.fqn}: its weight is float32, and its codes depend on what the forward computes in; give "
+            "dtype=torch.bfloat16 for a forward under torch.autocast, or dtype=torch.float32"
+        )
+    return dtype or local.dtype
+
+
+def _check_finite(part: Part, tensors: Iterable[torch.Tensor]) -> None:
+    if any(bool(tensor.float().isnan().any()) for tensor in tensors):
+        raise Float8NumericsError(
+            f"{part.fqn}: its float8 weight has NaN, which an engine would serve; restore the weights from a "
+            "checkpoint before they are exported"
+        )
+
+
+def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
+    """A float8 layer's weight as its fprop reads it, whole, in memory of its own.
+
+    Args:
+        part: its weight, gathered.
+        dtype: what fprop computes in, where weights of float32 are not gathered in float8.
+
+    Raises:
+        Float8ConfigError: ``dtype`` is not given and nothing tells it.
+        Float8NumericsError: a code or a scale is NaN.
+    """
+    layer, weight = part.module, part.tensor
+    if not isinstance(layer, Float8Linear):
+        raise RuntimeError(f"{part.name} is not the weight of a float8 layer")
+    recipe = layer.plan.recipe
+    sources = sources_of(layer, recipe)
+    local: torch.Tensor = weight
+    if is_dtensor(weight):
+        nothing = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        replicated = [torch.distributed.tensor.Replicate()]
+        x = weight.from_local(nothing, weight.device_mesh, replicated, run_check=False)
+        sources = sockets.placement(layer, layer.plan, weight, x, None, sources).sources
+        local = weight.to_local()
+    operand = weight_rowwise(local, (layer.plan, _dtype_of(part, local, dtype), sources))
+    if not isinstance(operand, Operand):
+        raise RuntimeError(f"{part.name}: a weight whose fprop is in float8 has no codes")
+    operand = _whole(operand, weight) if is_dtensor(weight) else operand
+    _check_finite(part, operand.tensors)
+    return Operand.of(operand.format, *(tensor.clone() for tensor in operand.tensors))
+
+
+def _whole(part: Operand, weight: "DTensor") -> Operand:
+    """The operand of the whole weight, of this rank's tensor-parallel part of it."""
+    (placement,), mesh = weight.placements, weight.device_mesh
+    if placement.is_replicate():
+        return part
+    dim, format = placement.dim, part.format  # type: ignore[attr-defined]
+    local = part.data.view(torch.uint8).contiguous()
+    shape = weight.shape
+    codes = weight.from_local(
+        local, mesh, weight.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    ).full_tensor()
+    edge = (format.tile.rows, format.tile.cols)[dim]
+    stored = part.scale_inv.view(torch.uint8) if part.scale_inv.itemsize == 1 else part.scale_inv
+    scales = stored.new_zeros(format.tile.scale_shape((shape[0], shape[1])))
+    chunk = -(-shape[dim] // mesh.size())
+    first = 0 if edge == ALL else min(mesh.get_local_rank() * chunk, shape[dim] - 1) // edge
+    if part.data.numel():
+        scales.narrow(dim, first, stored.shape[dim]).copy_(stored)
+    # Scales are positive, and equal where several ranks have a tile: so the maximum puts them together.
+    dist.all_reduce(scales, dist.ReduceOp.MAX, group=mesh.get_group())
+    return Operand(codes.view(format.dtype), scales.view(part.scale_inv.dtype), format)

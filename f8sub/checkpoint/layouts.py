@@ -1,0 +1,231 @@
+"""How inference engines name, shape and describe float8 weights on disk.
+
+| layout | tensors beside ``LAYER.`` | shape, dtype | formats |
+| --- | --- | --- | --- |
+| fp8 | ``weight``; ``weight_scale_inv`` | e4m3 (N, K); float32 (N / 128, K / 128), rounded up | squares |
+| compressed-tensors, channel | ``weight``; ``weight_scale`` | e4m3 (N, K); float32 (N, 1) | a row, a tensor |
+| compressed-tensors, block | ``weight``; ``weight_scale`` | as fp8's | squares |
+| compressed-tensors, mxfp8 | ``weight``; ``weight_scale`` | e4m3 (N, K); uint8 exponents (N, K / 32) | 1x32 e8m0 |
+
+Every scale multiplies the codes. Sources: transformers' ``FineGrainedFP8Config`` and the ``Fp8Config`` of vLLM and
+SGLang, which read the first; compressed-tensors' ``QuantizationConfig`` for the others.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from f8sub.convert.layer_kinds import kinds
+from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+
+FP8, COMPRESSED = LAYOUTS = ("fp8", "compressed-tensors")
+
+BLOCK = 128
+"""Edge of the squares that engines read. Source: vLLM's ``validate_fp8_block_shape`` and its DeepGEMM kernels."""
+
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+class Scheme(NamedTuple):
+    """One group of layers in compressed-tensors' configuration.
+
+    Attributes:
+        format: compressed-tensors' name of the storage.
+        weights: its arguments of the weights.
+        inputs: likewise of the inputs, which an engine quantizes itself.
+    """
+
+    format: str
+    weights: dict[str, Any]
+    inputs: dict[str, Any]
+
+
+CHANNEL = Scheme(
+    "float-quantized",
+    {**_FLOAT8, "strategy": "channel", "dynamic": False},
+    {**_FLOAT8, "strategy": "token", "dynamic": True},
+)
+_BLOCK = Scheme(
+    "float-quantized",
+    {**_FLOAT8, "strategy": "block", "block_structure": [BLOCK, BLOCK], "dynamic": False},
+    {**_FLOAT8, "strategy": "group", "group_size": BLOCK, "dynamic": True},
+)
+_MXFP8 = Scheme(
+    "mxfp8-quantized",
+    {**_FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "dynamic": False},
+    {**_FLOAT8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "dynamic": True},
+)
+
+
+def scheme_of(format: Float8Format) -> Scheme | None:
+    """The scheme of compressed-tensors that holds a format; None where none does."""
+    if format.dtype != torch.float8_e4m3fn or format.hadamard is not None:
+        return None
+    if format.scale_rule is ScaleRule.E8M0:
+        return _MXFP8 if format.tile == Tile(1, 32) else None
+    if not format.is_plain:
+        return None
+    if format.tile.cols == ALL and format.tile.rows in (1, ALL):
+        return CHANNEL
+    return _BLOCK if _is_square(format) else None
+
+
+def why_not(layout: str, format: Float8Format, shape: tuple[int, int]) -> str | None:
+    """Why a layout cannot hold a weight of ``shape`` (N, K); None where it can."""
+    if scheme_of(format) is None:
+        if format.scale_rule.has_global:
+            return (
+                f"{format}: engines multiply NVFP4 with a static scale of the inputs, which training has not, and with "
+                "one global scale for weights that they fuse (q, k, v); save such a model in bfloat16"
+            )
+        return f"engines read e4m3 with scales of a tensor, a row, squares of {BLOCK}s or 1x32 (e8m0), not {format}"
+    if layout == FP8 and not _is_square(format):
+        return f"it holds squares of {BLOCK}, not {format}"
+    # transformers takes rows // rows of scales for the edge of a block, and reads another weight without a word.
+    guessed = all(extent % -(-extent // BLOCK) == 0 for extent in shape)
+    if layout == FP8 and guessed and not _is_aligned(shape):
+        return f"readers guess the edge of a block from the shape, which {shape[0]}x{shape[1]} misleads"
+    return None
+
+
+def _is_aligned(shape: tuple[int, int]) -> bool:
+    return not any(extent % BLOCK for extent in shape)
+
+
+def natural_layout(weights: Mapping[str, tuple[Float8Format, tuple[int, int]]]) -> str:
+    """The layout that most readers read, of those that hold all the weights: formats and shapes by layer."""
+    fits = all(why_not(FP8, *weight) is None and _is_aligned(weight[1]) for weight in weights.values())
+    return FP8 if fits else COMPRESSED
+
+
+def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]]]) -> None:
+    """Check that a layout holds all the weights.
+
+    Raises:
+        Float8ConfigError: it does not, or there is no such layout.
+    """
+    if layout not in LAYOUTS:
+        raise Float8ConfigError(f"layout is one of 'auto', {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    reasons: dict[str, list[str]] = {}
+    for fqn, weight in weights.items():
+        if (reason := why_not(layout, *weight)) is not None:
+            reasons.setdefault(reason, []).append(fqn)
+    if reasons:
+        listed = "; ".join(f"{', '.join(kinds(fqns))}: {reason}" for reason, fqns in reasons.items())
+        is_held = all(why_not(COMPRESSED, *weight) is None for weight in weights.values())
+        other = " Try layout='compressed-tensors'." if is_held else ""
+        raise Float8ConfigError(f"layout {layout!r} cannot hold these layers. {listed}.{other}")
+    unaligned = [fqn for fqn, (_, shape) in weights.items() if layout == FP8 and not _is_aligned(shape)]
+    if unaligned:
+        warnings.warn(
+            f"{unaligned[0]} and {len(unaligned) - 1} more layers have dimensions that {BLOCK} does not divide, as "
+            "DeepSeek-V3's own checkpoint has; vLLM and SGLang read them, and transformers refuses the checkpoint",
+            Float8Warning,
+            stacklevel=5,
+        )
+
+
+def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
+    """One layer's tensors by their names in a layout.
+
+    Codes are ``operand``'s own; a scale of a whole tensor is repeated for each row, since engines that fuse q, k and v
+    quantize weights of one scale each anew.
+    """
+    rows, _ = operand.shape
+    if layout == FP8:
+        return {"weight": operand.data, "weight_scale_inv": _grid(operand)}
+    if operand.format.scale_rule is ScaleRule.E8M0:
+        return {"weight": operand.data, "weight_scale": operand.scale_inv.view(torch.uint8)}
+    if operand.format.tile.cols == ALL:
+        return {"weight": operand.data, "weight_scale": operand.scale_inv.expand(rows, 1).contiguous()}
+    return {"weight": operand.data, "weight_scale": _grid(operand)}
+
+
+def rows_of(tensors: dict[str, torch.Tensor], rows: slice | None) -> dict[str, torch.Tensor]:
+    """``tensors_of`` some rows of a layer, in memory of their own; None for all, as they are."""
+    if rows is None:
+        return tensors
+    whole = len(tensors["weight"])
+    blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+    parts = {leaf: tensor[rows if len(tensor) == whole else blocks] for leaf, tensor in tensors.items()}
+    return {leaf: part.clone(memory_format=torch.contiguous_format) for leaf, part in parts.items()}
+
+
+def check_rows(layer: str, format: Float8Format, rows: slice | None) -> None:
+    """Check that rows of a matrix, such as an expert's up of its gate and up, have scales of their own on disk.
+
+    Raises:
+        Float8ConfigError: they begin within a block.
+    """
+    if rows is not None and format.tile.rows not in (1, ALL) and rows.start % BLOCK:
+        raise Float8ConfigError(
+            f"{layer}: it is rows from {rows.start} on of a weight with blocks of {BLOCK}, so that it shares scales "
+            "with the layer before it, and no checkpoint holds that; train with a recipe that has scales of rows"
+        )
+
+
+def quantization_config(
+    layout: str, formats: Mapping[str, Float8Format], in_high_precision: Sequence[str]
+) -> dict[str, Any]:
+    """``quantization_config`` of a ``config.json``.
+
+    Args:
+        layout: one of ``LAYOUTS``.
+        formats: of the float8 layers, by full name.
+        in_high_precision: full names of the linear layers that are not in float8.
+    """
+    ignored = sorted(in_high_precision)
+    if layout == FP8:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "scale_fmt": "float",
+            "modules_to_not_convert": ignored,
+        }
+    schemes: list[tuple[Scheme, list[str]]] = []
+    for fqn, format in formats.items():
+        scheme = scheme_of(format)
+        if scheme is None:
+            raise Float8ConfigError(f"{fqn}: {why_not(layout, format, (0, 0))}")
+        of_scheme = next((fqns for known, fqns in schemes if known is scheme), None)
+        if of_scheme is None:
+            schemes.append((scheme, [fqn]))
+        else:
+            of_scheme.append(fqn)
+    groups = {
+        f"group_{index}": {
+            "targets": ["Linear"] if len(schemes) == 1 else sorted(fqns),
+            "weights": scheme.weights,
+            "input_activations": scheme.inputs,
+            "output_activations": None,
+            "format": scheme.format,
+        }
+        for index, (scheme, fqns) in enumerate(schemes)
+    }
+    formats_of_groups = {scheme.format for scheme, _ in schemes}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats_of_groups.pop() if len(formats_of_groups) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": ignored,
+        "config_groups": groups,
+        "kv_cache_scheme": None,
+    }
+
+
+def _is_square(format: Float8Format) -> bool:
+    tile = format.tile
+    return format.is_plain and tile.rows == tile.cols and tile.rows > 0 and tile.rows % BLOCK == 0
+
+
+def _grid(operand: Operand) -> torch.Tensor:
+    """Scales of squares, each repeated for every square of ``BLOCK`` in it: float32, (N / 128, K / 128), rounded up."""
+    times = operand.format.tile.rows // BLOCK
+    down, across = (-(-extent // BLOCK) for extent in operand.shape)
+    grid = operand.scale_inv.repeat_interleave(times, 0).repeat_interleave(times, 1)
+    return grid[:down, :across].contiguous()

@@ -1,0 +1,205 @@
+"""Weights that are multiplied in no nn.Linear: experts, attention's, Conv1D's, routers', convolutions'."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.convert.sockets import converters
+from f8sub.estimator.counted_forward import Count
+from f8sub.experts.seams import seam_of
+
+ROOT = "(root)"
+"""What the model itself is called among its modules."""
+
+TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+"""Attributes of modules, and of their configs, that say how many experts a token is sent to."""
+
+CONFIGS = ("config", "text_config")
+"""Attributes that hold a model's config, and a config's that holds that of its text model."""
+
+NOT_MULTIPLIED = ("embedding", "norm")
+"""Classes with these words in their names have weights of two dimensions that no GEMM reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWeights:
+    """The weights of one module that is no nn.Linear.
+
+    Attributes:
+        fqn: its name in the model.
+        shapes: of its weights.
+        parameters: how many elements they have.
+        multiplications: of the forward that was counted, or of one token; None where nothing says how many.
+        detail: recipe and backend of a converted module; why it is not converted of any other.
+        converted: whether a feature converted it.
+        reason: why weights of three dimensions were not converted; empty for others.
+        in_float8: how many of the multiplications are in float8.
+    """
+
+    fqn: str
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: int
+    multiplications: float | None
+    detail: str
+    converted: bool = False
+    reason: str = ""
+    in_float8: float = 0.0
+
+
+def other_weights(model: torch.nn.Module, counted: Count | None = None) -> tuple[OtherWeights, ...]:
+    """All modules of ``model`` that multiply by weights of their own and are no nn.Linear.
+
+    Found are those that were counted, whatever they are. By their shapes and classes, counted or not, are found weights
+    of three dimensions, as experts have them, unless the first is 1, as position embeddings have it; those of
+    ``nn.MultiheadAttention``, of recurrent layers and of convolutions; and a parameter ``weight`` of two dimensions, as
+    Conv1D and routers of transformers have it, unless the class is an embedding or a norm.
+    """
+    found = []
+    for fqn, module, own in _own_weights(model):
+        read = _read_by_gemms(module, own)
+        if counted is not None:
+            read += [name for name in counted.names(fqn) if name in own and name not in read]
+        if read:
+            found.append(_described(model, fqn, module, [own[name] for name in read], counted))
+    return tuple(found)
+
+
+def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
+    """Names and sizes of parameters of which shapes and classes do not say how often they are multiplied by."""
+    return {
+        f"{fqn}.{name}" if fqn else name: parameter.numel()
+        for fqn, module, own in _own_weights(model)
+        for name, parameter in own.items()
+        if parameter.dim() > 1
+        and not any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED)
+        and (name not in _read_by_gemms(module, own) or isinstance(module, CONVOLUTIONS))
+    }
+
+
+def _own_weights(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.nn.Parameter]]]:
+    """Of each module that is no nn.Linear the parameters that no module before it has."""
+    seen: set[int] = set()
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            continue
+        own = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.is_floating_point() and not is_lazy(parameter) and id(parameter) not in seen
+        }
+        seen.update(map(id, own.values()))
+        yield fqn, module, own
+
+
+def active_share(model: torch.nn.Module, fqn: str, experts: int) -> float | None:
+    """The share of a module's experts that one token is sent to: top_k over their number.
+
+    ``top_k`` is looked for in the module itself, then in each module around it, in that module's children (a router is
+    one) and in its config.
+
+    Args:
+        model: the model.
+        fqn: name of the module that holds the experts.
+        experts: how many there are.
+
+    Returns:
+        None where nothing says how many experts a token is sent to.
+    """
+    path = fqn.split(".") if fqn else []
+    for depth in range(len(path), -1, -1):
+        module = model.get_submodule(".".join(path[:depth]))
+        around = [module] if depth == len(path) else [module, *module.children()]
+        for holder in (*around, *_configs(module)):
+            for name in TOP_K:
+                value = getattr(holder, name, None)
+                if type(value) is int and 0 < value <= experts:
+                    return value / experts
+    return None
+
+
+def active_share_of_linear(model: torch.nn.Module, fqn: str) -> float:
+    """``active_share`` of a linear layer in a numbered list of experts; 1 of any other layer."""
+    segments = fqn.split(".")
+    for i in range(1, len(segments)):
+        if segments[i].isdigit() and "expert" in segments[i - 1]:
+            holder = ".".join(segments[:i])
+            experts = sum(1 for _ in model.get_submodule(holder).children())
+            return active_share(model, holder, experts) or 1.0
+    return 1.0
+
+
+CONVOLUTIONS = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+)
+
+
+MATRICES = (torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.Bilinear)
+"""Of these all weights of two dimensions or more are multiplied by, once per token."""
+
+
+def _configs(module: torch.nn.Module) -> Iterator[Any]:
+    holder: Any = module
+    for name in CONFIGS:
+        holder = getattr(holder, name, None)
+        if holder is not None:
+            yield holder
+
+
+def _read_by_gemms(module: torch.nn.Module, own: dict[str, torch.nn.Parameter]) -> list[str]:
+    """Names of the parameters among a module's own that it multiplies by."""
+    if isinstance(module, CONVOLUTIONS):
+        return [name for name in own if name == "weight"]
+    if isinstance(module, MATRICES):
+        return [name for name, parameter in own.items() if parameter.dim() > 1]
+    least = 1 if seam_of(module) is not None else 2
+    stacked = [name for name, p in own.items() if p.dim() == 3 and p.shape[0] >= least]
+    if stacked or any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED):
+        return stacked
+    return [name for name, parameter in own.items() if name == "weight" and parameter.dim() == 2]
+
+
+def _described(
+    model: torch.nn.Module,
+    fqn: str,
+    module: torch.nn.Module,
+    weights: list[torch.nn.Parameter],
+    counted: Count | None,
+) -> OtherWeights:
+    shapes = tuple(tuple(weight.shape) for weight in weights)
+    parameters = sum(math.prod(shape) for shape in shapes)
+    name, reason, in_float8 = type(module).__name__, "", 0.0
+    multiplications, detail = float(parameters), f"{name}: not an nn.Linear"
+    if isinstance(module, CONVOLUTIONS) and counted is None:
+        detail = f"{detail}; its FLOPs depend on its input and are not counted"
+        return OtherWeights(fqn or ROOT, shapes, parameters, None, detail)
+    if len(shapes[0]) == 3 and not isinstance(module, (*CONVOLUTIONS, *MATRICES)):
+        experts = shapes[0][0]
+        share = active_share(model, fqn, experts)
+        used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"
+        used = used if counted is None else ""
+        multiplications *= share or 1.0
+        if is_converted(module):
+            in_float8 = multiplications
+            detail = "; ".join(filter(None, (f"{name}: {getattr(module, 'how', '')}", used)))
+        else:
+            reason = getattr(module, SKIP_REASON, "")
+            if not any(each.takes(module) for each in converters):
+                reason = "if these are experts, f8sub.register_experts lets them be converted"
+            stay = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too"
+            detail = "; ".join(filter(None, (stay, used, reason)))
+    if counted is not None:
+        own, elsewhere = counted.of_module(fqn)
+        multiplications, in_float8 = own + elsewhere, own if is_converted(module) else 0.0
+        if not multiplications:
+            detail += "; no product with it was counted"
+    return OtherWeights(
+        fqn or ROOT, shapes, parameters, multiplications, detail, is_converted(module), reason, in_float8
+    )

@@ -1,0 +1,302 @@
+"""From converted weights in high precision to primary weights in float8, and to codes alone."""
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from f8sub.convert.checks import Chosen, is_converted, looks
+from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.linear.hooks import LayerGuest, guests
+from f8sub.recipe import Recipe
+from f8sub.recipes import DEFAULT
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor
+from f8sub.weights.cast import rowwise_of
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import Guest, makers
+from f8sub.weights.master_weight import Cell, MasterWeight
+from f8sub.weights.primary_weight import Primary, PrimaryWeight, like_sharded
+from f8sub.weights.weight import WeightRecord, local_tensor, master_of, take_place
+
+
+class PrimaryWeights(Guest):
+    """Whether the weights of a conversion become float8, and the optimizers that may step them.
+
+    Attributes:
+        chosen: whether they become float8 once an optimizer has their masters.
+        taken: cells of the masters that optimizers hold.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.chosen = bool(conversion.options.get("primary_weights"))
+        self.taken: weakref.WeakSet[Cell] = weakref.WeakSet()
+
+    @override
+    def described(self) -> dict[str, str]:
+        return {"primary_weights": str(self.chosen)}
+
+    @override
+    def before_step(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]) -> None:
+        if not self.chosen or hasattr(optimizer, "takes_masters"):
+            return
+        for weight in weights:
+            local = local_tensor(weight)
+            master = master_of(local)
+            is_taken = master is None or master.cell in self.taken
+            if not is_taken and weight.requires_grad and is_primary(weight):
+                raise Float8ConfigError(
+                    f"{type(optimizer).__name__} steps a weight of shape {tuple(weight.shape)} that was converted "
+                    "with primary_weights=True: wrap it in f8sub.optim.MasterWeights(optimizer), which keeps the "
+                    "high-precision master, or convert with primary_weights=False"
+                )
+
+
+makers.append(PrimaryWeights)
+
+
+def has_primary_weights(conversion: Conversion) -> bool:
+    """Whether the weights of a conversion become float8 once an optimizer has their masters."""
+    return conversion.guest(PrimaryWeights).chosen
+
+
+class PrimaryLayers(LayerGuest):
+    """What primary weights add to what is said of their layers."""
+
+    @override
+    def deviation(self, layer: torch.nn.Module) -> str | None:
+        conversion: Any = layer.converted if is_converted(layer) else None
+        names = [] if conversion is None else conversion.names_of(layer)
+        held = ((n, layer._parameters.get(n)) for n in names)
+        primary = [n for n, w in held if w is not None and isinstance(local_tensor(w), PrimaryWeight)]
+        if not primary:
+            return None
+        return "primary weight" if names == ["weight"] else f"primary weights {', '.join(primary)}"
+
+
+guests.append(PrimaryLayers())
+
+
+def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
+    """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
+    if not options["primary_weights"]:
+        return
+    for _, fqn, plan, _, _ in chosen:
+        refuse_delayed(fqn, plan.recipe)
+    for _, fqn, plan, gathered, _ in chosen:
+        if not gathered:
+            raise Float8ConfigError(
+                f"primary_weights=True keeps nothing but float8 codes of a weight, and {fqn} with recipe "
+                f"{plan.recipe.name!r} reads it in high precision, or float8_all_gather=False gathers it so; choose "
+                "one of the two"
+            )
+
+
+looks.append(_refuse)
+
+
+def refuse_delayed(fqn: str, recipe: Recipe) -> None:
+    """Raise a Float8ConfigError for a recipe that scales weights by their past, with ``primary_weights=True``."""
+    if recipe.delayed is not None:
+        raise Float8ConfigError(
+            f"primary_weights=True scales weights by their current amax, and {fqn} with recipe {recipe.name!r} scales "
+            f"them by their past; choose one of the two, {DEFAULT!r} for instance"
+        )
+
+
+def is_primary(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a float8 primary weight, or becomes one once an optimizer takes its values."""
+    local = local_tensor(parameter)
+    if isinstance(local, MasterWeight):
+        record = local.record
+        conversion = None if record is None else record.conversion
+        # Experts whose tiles reach over several of them are read in high precision.
+        return (
+            conversion is not None
+            and record is not None
+            and record.gathered
+            and has_primary_weights(conversion)
+        )
+    return isinstance(local, PrimaryWeight)
+
+
+def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """Turn a parameter into float8 and return its high-precision values, exactly, as a parameter of their own.
+
+    Args:
+        parameter: one that ``is_primary``; sharded or not. Taken before, its master is returned again.
+
+    Returns:
+        float32, sharded as ``parameter`` is; in the same memory where that was float32 already.
+
+    Raises:
+        Float8ConfigError: the values were dropped, or something holds on to the parameter as it was.
+    """
+    to_codes(parameter, torch.float32)
+    local = local_tensor(parameter)
+    master = local.primary.master if isinstance(local, PrimaryWeight) else None
+    if master is None:
+        raise Float8ConfigError(
+            f"{local.primary.fqn if isinstance(local, PrimaryWeight) else 'a weight'}: its high-precision values were "
+            "dropped, and float8 codes are not a master to train; construct MasterWeights before "
+            "drop_high_precision(model)"
+        )
+    if (
+        isinstance(local, PrimaryWeight) and master.dtype != torch.float32
+    ):  # which ``restore_high_precision`` made
+        master = MasterWeight(master.plain.to(torch.float32))
+        master.cell.record, local.primary.master = local.primary.record, master
+    if (record := master.record) is not None and (conversion := record.conversion) is not None:
+        conversion.guest(PrimaryWeights).taken.add(master.cell)
+    taken = torch.nn.Parameter(like_sharded(master, parameter), parameter.requires_grad)
+    # FSDP2's, the model's and the optimizer's views are of one weight.
+    if isinstance(local, PrimaryWeight):
+        local.primary.master = master_of(local_tensor(taken))
+    return taken
+
+
+def drop_high_precision(model: torch.nn.Module) -> None:
+    """Keep 1 byte an element, the float8 codes, of every primary weight that takes no gradient.
+
+    For inference (``model.requires_grad_(False)`` first) and for frozen parts of a model in training. The
+    high-precision values are gone for good, those of a sharded weight once it was gathered the next time: load and
+    initialize before.
+
+    Raises:
+        Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
+    """
+    records = [record for record in _records(model) if has_primary_weights(_conversion_of(record))]
+    if not records:
+        raise Float8ConfigError(
+            "drop_high_precision found no layer converted with primary_weights=True; the other layers' weights stay in "
+            "high precision"
+        )
+    if all(record.parameter.requires_grad for record in records if record.parameter is not None):
+        warnings.warn(
+            "drop_high_precision dropped nothing: every weight that was converted with primary_weights=True takes a "
+            "gradient; call requires_grad_(False) on what is frozen before it",
+            Float8Warning,
+            stacklevel=2,
+        )
+    for record in records:
+        weight = record.parameter
+        if weight is not None and is_primary(weight) and not weight.requires_grad:
+            to_codes(weight, weight.dtype, may_replace=True)
+            _drop(record)
+    reread_shards(dict.fromkeys(record.module for record in records))
+
+
+def _records(model: torch.nn.Module) -> list[WeightRecord]:
+    """Of the converted weights of a model, in its order."""
+    found = []
+    for module in model.modules():
+        conversion = module.__dict__.get("converted")
+        if isinstance(conversion, Conversion) and conversion.owns(module):
+            found += [conversion.record_of(module, name) for name in conversion.names_of(module)]
+    return found
+
+
+def _conversion_of(record: WeightRecord) -> Conversion:
+    conversion: Conversion = record.module.converted
+    return conversion
+
+
+def restore_high_precision(model: torch.nn.Module) -> None:
+    """Give weights that are codes alone high-precision values again: those that the codes stand for.
+
+    So that something can be added to them, as PEFT's ``merge_and_unload`` adds an adapter; the sum is cast anew.
+    What ``drop_high_precision`` let go of does not come back. 4 or 2 bytes an element more, of the weight's own dtype.
+
+    Raises:
+        Float8ConfigError: a sharded weight; or no weight of the model is codes alone.
+    """
+    dropped = [
+        record
+        for record in _records(model)
+        if record.parameter is not None
+        and isinstance(local := local_tensor(record.parameter), PrimaryWeight)
+        and local.master is None
+    ]
+    if not dropped:
+        raise Float8ConfigError(
+            "restore_high_precision found no weight whose values drop_high_precision dropped"
+        )
+    for record in dropped:
+        if is_dtensor(record.parameter):
+            raise Float8ConfigError(
+                f"{record.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
+            )
+        primary = record.parameter.primary  # type: ignore[union-attr]
+        master = MasterWeight(primary.values().clone())
+        master.cell.record = primary.record
+        primary.master, primary.codes = master, None
+
+
+def _drop(record: WeightRecord) -> None:
+    weight, format = record.parameter, record.format
+    local = None if weight is None else local_tensor(weight)
+    if not isinstance(local, PrimaryWeight) or format is None:
+        raise RuntimeError(f"{record.fqn}: a {type(local).__name__} is no primary weight")
+    primary = local.primary
+    if primary.sharded:
+        # What its values are rounded to first, and its scales, are known when it is gathered.
+        primary.dropping = True
+    elif primary.master is not None:
+        rows: Any = primary.master.flatten(0, -2)
+        primary.drop(Float8Tensor(rowwise_of(rows, format, primary.dtype), None, primary.dtype))
+
+
+def reread_shards(layers: Iterable[Any]) -> None:
+    """Have FSDP2 look at the local tensors of these layers anew, so that none is kept alive that was replaced.
+
+    It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does, and
+    changes nothing.
+    """
+    for layer in layers:
+        changes = layer.converted.changes
+        layer.load_state_dict({}, strict=False)
+        layer.converted.changes = changes
+
+
+def to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:
+    """Turn a master weight into a primary weight whose master has a dtype; one that is primary already stays.
+
+    Raises:
+        Float8ConfigError: it is on meta, or something holds on to it as it is and ``may_replace`` is False.
+    """
+    local = local_tensor(parameter)
+    if not isinstance(local, MasterWeight):
+        return
+    record = local.record
+    if record is None or record.conversion is None:
+        raise RuntimeError(f"a weight of shape {tuple(local.shape)} that is no layer's cannot become float8")
+    if local.is_meta:
+        raise Float8ConfigError(
+            f"{record.fqn}: a weight on meta has no values to cast; call to_empty and initialize the "
+            "model, or load a state dict, before MasterWeights(optimizer) and drop_high_precision(model)"
+        )
+    sharded = is_dtensor(parameter)
+    primary = Primary(record, record.fqn, local.shape, local.dtype, sharded=sharded)
+    # Float32 values stay where they are: the optimizer's master is the memory that the model lets go of.
+    cell: Cell | None = local.cell if local.dtype == master_dtype else None
+    primary.master = MasterWeight(local.plain.to(master_dtype), cell)
+    primary.master.cell.record = record
+    handle = PrimaryWeight.of(primary, local.device)
+    if is_dtensor(parameter):
+        parameter._local_tensor = handle
+        return
+    codes = torch.nn.Parameter(handle, parameter.requires_grad)
+    if take_place(codes, parameter):
+        return
+    if not may_replace:
+        raise Float8ConfigError(
+            f"{record.fqn}: its weight cannot become float8 because something holds on to it as it is (a "
+            "DistributedDataParallel wrapper, a weak reference, an autograd graph that is still alive); construct "
+            "MasterWeights(optimizer) right after the optimizer"
+        )
+    for other in record.conversion:
+        if other.parameter is parameter:
+            setattr(other.module, other.name, codes)

@@ -1,0 +1,368 @@
+"""The amax histories of delayed scaling, which roll once an optimizer step.
+
+    staged on this rank --maximum over the ranks that share the layers--> histories --> scales
+
+Those ranks are an exchange's where the layers are sharded: its reduction takes the amaxes along. They are DDP's where
+it keeps replicas of the layers. Otherwise they are this rank alone.
+"""
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from f8sub.convert.convert import remove_hook
+from f8sub.delayed.layers import (
+    forget,
+    forget_missing,
+    state_of,
+    states_of,
+    take_part,
+)
+from f8sub.delayed.replicas import Replicas
+from f8sub.delayed.rolling import (
+    Held,
+    Histories,
+    matrices_of,
+    operands_met,
+    side_by_side,
+)
+from f8sub.delayed.state import OPERANDS, ScalingState, W
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
+from f8sub.host_copy import HostCopy
+from f8sub.kernels.scales import PriorScale
+from f8sub.linear import hooks as sockets
+from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes, running_ddp
+from f8sub.weights import guests
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.exchange import Exchange
+from f8sub.weights.guests import Guest, makers
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.non_finite import HeldWeights, weight_amaxes
+from f8sub.weights.skipped_steps import SkippedSteps
+from f8sub.weights.weight import WeightRecord, local_tensor
+
+_last_steps: weakref.WeakKeyDictionary[WeightRecord, int] = weakref.WeakKeyDictionary()
+"""The last optimizer step of its conversion that stepped a weight."""
+
+
+class _ShardedHistories(Histories):
+    """The ``Region`` of the sharded layers of one exchange. Their weights' amaxes are the exchange's own."""
+
+    def __init__(
+        self, guest: "_DelayedGuest", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
+    ) -> None:
+        by_name = sorted(records, key=lambda record: record.fqn)
+        super().__init__(
+            [(record, state_of(record.module, record.module.plan.recipe, record.name)) for record in by_name]
+        )
+        for record, state in zip(self.records, self.states, strict=True):
+            if record.shard is not None:
+                take_part(state, record.shard.layout)
+        self.size = 2 * sum(self.sizes) * len(OPERANDS)
+        self.rolled_at: int = 0 if before is None else before.rolled_at
+        self.asked_at: int = -1 if before is None else before.asked_at
+        self._guest = guest
+        self._weights: torch.Tensor | None = None
+        self._stepped = self._own
+
+    @property
+    def due(self) -> bool:
+        return self._guest.is_due(self.rolled_at) and not self._loaded_in_place()
+
+    def _loaded_in_place(self) -> bool:
+        """Whether something wrote to the buffers after the last optimizer step, which it then covers: ``dcp.load``."""
+        written = [state.notice_writes() for state in self.states]
+        if any(written):
+            self._guest.loaded_at = self._guest.steps
+        return any(written)
+
+    def write(self, out: torch.Tensor) -> None:
+        shards = [record.shard for record in self.records if record.shard is not None]
+        if self._weights is None:
+            starts = [int(shard.scales.amax.storage_offset()) for shard in shards]
+            parts = zip(starts, self.sizes, strict=True)
+            positions = [start + index for start, size in parts for index in range(size)]
+            self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
+        since = self._guest.covered(self.rolled_at)
+        out.copy_(self.take().flatten())
+        self._stepped = self.by_row([_stepped(shard.master, since) for shard in shards])
+        self.rolled_at = self._guest.steps
+
+    def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        # A copy: the roll writes to it, and the table is the exchange's.
+        return self.roll(reduced.view(2, -1, 3).clone(), weight_amax[self._weights], self._stepped).flatten()
+
+    def all_settle(self, exchange: Exchange) -> bool:
+        """Whether all ranks came here since the last optimizer step; asked once, not for every layer."""
+        ranks, step = exchange.layout.ranks, self._guest.steps
+        if len(ranks) == 1 or self.asked_at == step:
+            return len(ranks) == 1
+        self.asked_at = step
+        if exchange.all_arrive(ranks, "settle", step):
+            return True
+        warnings.warn(
+            f"{exchange.table.shards[0].fqn}: a state dict was taken or loaded on some ranks only, after an optimizer "
+            "step and before precompute_scales(model); it lacks what the amax histories saw in that step. Call "
+            "precompute_scales(model) first, or take it on every rank",
+            Float8Warning,
+            stacklevel=2,
+        )
+        return False
+
+    def tell(self, found: torch.Tensor) -> list[str]:
+        return self._guest.errors_of(operands_met(self.names, found.view(-1, len(OPERANDS))))
+
+
+class _DelayedGuest(Guest):
+    """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
+
+    Attributes:
+        steps: optimizer steps of the conversion's weights so far.
+        loaded_at: ``steps`` when a state dict was loaded last, which covers those.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.steps = self.loaded_at = 0
+        self._conversion: Conversion = weakref.proxy(conversion)
+        self._replicas: Replicas | None = None
+        self._rolled_at = 0
+        self._asked_at: weakref.WeakKeyDictionary[Exchange, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._staged: tuple[list[str], HostCopy] | None = None
+        self._non_finite: list[str] = []
+
+    def covered(self, rolled_at: int) -> int:
+        """The optimizer step that histories cover which rolled at step ``rolled_at``, or were loaded later."""
+        return max(rolled_at, self.loaded_at)
+
+    def is_due(self, rolled_at: int) -> bool:
+        """Whether an optimizer stepped, as every rank knows, since histories rolled at step ``rolled_at``.
+
+        Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
+        """
+        return graph_task() == -1 and self.steps > self.covered(rolled_at)
+
+    def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
+        if not states_of(record.module, record.name):
+            return None
+        recipe = record.module.plan.recipe
+        if recipe.delayed is None:
+            return None
+        return functools.partial(state_of(record.module, recipe, record.name).prior, W)
+
+    def region(self, records: Sequence[WeightRecord], before: Any) -> _ShardedHistories | None:
+        with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
+        return _ShardedHistories(self, with_histories, before) if with_histories else None
+
+    def saw_forward(self) -> bool:
+        """Have the ranks of DDP share histories, if it runs the layers now; whether they do, or FSDP2 shards those."""
+        is_sharded = len(self._conversion.exchanges) > 0
+        if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
+            states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
+            buffers = [f"{name}.{buffer}" for name, state in states for buffer in state._buffers]
+            self._replicas = Replicas(ddp, buffers)
+        return is_sharded or self._replicas is not None
+
+    def loaded(self) -> None:
+        self.loaded_at = self.steps
+
+    def before_state_dict(self) -> None:
+        """Roll what is due, if all ranks take or load a state dict now, and finish the roll under way."""
+        for exchange in self._conversion.exchanges.values():
+            region = exchange.table.regions.get(self)
+            if isinstance(region, _ShardedHistories):
+                if region.due and region.all_settle(exchange):
+                    exchange.reduce(tell=False)
+                exchange.settle()
+
+    def stepped(self, weights: Sequence[torch.Tensor]) -> None:
+        if _makes_optimizer_state():
+            return
+        # What was loaded in place before this step does not cover it.
+        for _, state in self.held():
+            state.notice_writes()
+        self.steps += 1
+        for weight in weights:
+            if (record := _record_of(weight)) is not None:
+                _last_steps[record] = self.steps
+        self._roll_unasked()
+
+    def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
+        """Roll with the others: histories are the same on all ranks."""
+        if Conversion.counts_steps:
+            self.stepped(weights)
+
+    def _roll_unasked(self) -> None:
+        """Roll the histories that no all-gather will ask for; in a backward pass the next call does it."""
+        if not self.is_due(self._rolled_at):
+            return
+        since, self._rolled_at = self.covered(self._rolled_at), self.steps
+        if not (held := self.held()):
+            return
+        self._conversion.refresh()
+        for exchange in self._conversion.exchanges.values():
+            # No all-gather brings the ranks together, so they agree: one alone may have stepped.
+            if not exchange.gathers and exchange.regions_due:
+                if exchange.all_arrive(exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)):
+                    exchange.reduce(tell=False)
+                exchange.settle()
+        alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
+        of_contexts = [(r, s) for r, s in held if s.recipe != r.module.plan.recipe]
+        if alike or of_contexts:
+            self._roll(alike, of_contexts, since)
+        self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
+
+    def _rolls(self, exchange: Exchange) -> int:
+        """The number of this roll since the last backward."""
+        opened, count = self._asked_at.get(exchange, (-1, 0))
+        self._asked_at[exchange] = exchange.opened, count + 1 if opened == exchange.opened else 1
+        return self._asked_at[exchange][1]
+
+    def _roll(self, alike: Sequence[Held], of_contexts: Sequence[Held], since: int) -> None:
+        """Roll the histories that no exchange reduces, which rolled last at optimizer step ``since``.
+
+        Every replica has ``alike``; ``of_contexts`` are of a context's recipe, which only this rank may have entered.
+
+        Raises:
+            Float8ConfigError: a CUDA graph is captured: replays would not know which weights an optimizer stepped.
+        """
+        histories = Histories([*alike, *of_contexts])
+        records, fqn = histories.records, histories.records[0].fqn
+        if is_capturing(histories.states[0].scale):
+            raise Float8ConfigError(
+                f"{fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
+                "histories of delayed scaling roll outside of graphs; capture forward and backward alone, or take a "
+                "recipe with current scaling"
+            )
+        self._read()
+        weights = [local_tensor(getattr(record.module, record.name)) for record in records]
+        # A weight that this rank does not see whole stays without a scale of its past.
+        stepped = [
+            not record.entered and _stepped(weight, since)
+            for record, weight in zip(records, weights, strict=True)
+        ]
+        with torch.no_grad():
+            staged = histories.take()
+            if self._replicas is not None and alike:
+                rows = sum(histories.sizes[: len(alike)])
+                shared = self._replicas.maximum(staged[:, :rows], fqn)
+                staged = torch.cat((shared, staged[:, rows:]), 1)
+            amaxes = weight_amaxes([m for weight in weights for m in matrices_of(weight)]).to(staged)
+            non_finite = histories.roll(staged, amaxes, histories.by_row(stepped))
+            non_finite[:, W] = (~amaxes.isfinite()).float()
+        self._staged = histories.names, HostCopy(non_finite)
+
+    def _read(self) -> None:
+        """Read where the last roll met NaN or infinity."""
+        if self._staged is not None:
+            names, copy = self._staged
+            with no_dispatch_modes():
+                self._non_finite += operands_met(names, copy.read())
+            self._staged = None
+
+    def precompute(self) -> None:
+        """Roll what is left; NaN and infinity that this rank met in unsharded layers are a Float8NumericsError."""
+        self._roll_unasked()
+        if self._staged is not None and self._staged[1].there:
+            self._read()
+        operands, self._non_finite = self._non_finite, []
+        for message in self.errors_of(operands):
+            raise Float8NumericsError(message)
+
+    def errors_of(self, operands: Sequence[str]) -> list[str]:
+        """The error that operands are whose amax was left out of the histories, if they are one.
+
+        An x or a dy is a warning only where steps with gradients that are not finite are skipped.
+        """
+        skips = len(self._conversion.guest(SkippedSteps).guards) > 0
+        harmless = [o for o in operands if skips and not o.startswith(OPERANDS[W])]
+        if harmless:
+            warnings.warn(_left_out(harmless), Float8Warning, stacklevel=8)
+        return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
+
+    def held(self) -> list[Held]:
+        """All states, in an order that every rank agrees on."""
+        records = [record for record in self._conversion if record.module is not None]
+        return [(record, state) for record in records for state in states_of(record.module, record.name)]
+
+
+makers.append(_DelayedGuest)
+guests.side_by_side = side_by_side
+
+
+class DelayedLayers(sockets.LayerGuest):
+    """What delayed scaling does for layers whose recipe has it."""
+
+    @override
+    def entered(self, layer: Any) -> None:
+        if layer.plan.recipe.delayed is not None:
+            for name in layer.converted.names_of(layer):
+                state_of(layer, layer.plan.recipe, name)
+
+    @override
+    def left(self, layer: torch.nn.Module) -> None:
+        forget(layer)
+
+    @override
+    def loaded(self, layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
+        for name in layer.converted.names_of(layer):
+            forget_missing(layer, name, state_dict, prefix)
+
+    @override
+    def alike(self, layer: Any) -> dict[str, str]:
+        return {"amax histories": str(layer.plan.recipe.delayed)}
+
+    @override
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        if conversion.guest(_DelayedGuest).held():
+            model.register_forward_pre_hook(functools.partial(_forward_hook, conversion))
+
+
+sockets.guests.append(DelayedLayers())
+
+
+def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
+    for guest in () if torch.compiler.is_compiling() else conversion.guests:
+        if type(guest) is _DelayedGuest and guest.saw_forward():
+            remove_hook(_forward_hook, module)
+
+
+sockets.forward_hooks.append(_forward_hook)
+
+
+def _makes_optimizer_state() -> bool:
+    """Whether a step of torch's own ended, at rates of 0: a state dict is taken of a new optimizer, or loaded into it.
+
+    Histories that were loaded before are those of the last step that trained.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _stepped(weight: torch.Tensor, since: int) -> bool:
+    """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
+    record = _record_of(weight)
+    return record is not None and _last_steps.get(record, 0) > since
+
+
+def _record_of(weight: torch.Tensor) -> WeightRecord | None:
+    """A master weight's record; where modules share it, that of one of them."""
+    local = local_tensor(weight)
+    return local.record if isinstance(local, MasterWeight) else None
+
+
+def _left_out(operands: Sequence[str]) -> str:
+    return (
+        f"NaN or infinity in {', '.join(operands)} (on this or another rank) in the last steps; delayed scaling left "
+        "those amaxes out of its histories. Look at the data, the learning rate and the loss scale; where such steps "
+        "are skipped, as a GradScaler's are, f8sub.skip_step_if_nonfinite(optimizer) makes a warning of this"
+    )

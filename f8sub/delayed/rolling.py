@@ -1,0 +1,111 @@
+"""Histories that roll together, in rows: one a layer, or one for each matrix of a stack."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from f8sub.delayed.state import (
+    OPERANDS,
+    ScalingState,
+    W,
+    roll,
+    sizes_of,
+)
+from f8sub.host_copy import sent_to
+from f8sub.kernels.scales import PriorScale
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.weight import WeightRecord
+
+Held = tuple[WeightRecord, ScalingState]
+
+
+class Histories:
+    """Histories that roll together: what this rank staged, and the roll with what all ranks staged."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.records = [record for record, _ in held]
+        self.states = [state for _, state in held]
+        self.sizes = sizes_of(self.states)
+        self._own = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of each row: a layer's, or that of one matrix of a stack."""
+        return [
+            record.fqn if state.members is None else f"{record.fqn}[{index}]"
+            for record, state, size in zip(self.records, self.states, self.sizes, strict=True)
+            for index in range(size)
+        ]
+
+    @functools.cached_property
+    def _layer_of_row(self) -> torch.Tensor:
+        numbers = [number for number, size in enumerate(self.sizes) for _ in range(size)]
+        return sent_to(self._own.device, numbers)
+
+    def by_row(self, values: Sequence[bool]) -> torch.Tensor:
+        """Bool, (rows,): each layer's value for all of its rows."""
+        sent = sent_to(self._own.device, values)
+        return sent if len(self.names) == len(values) else sent[self._layer_of_row]
+
+    @functools.cached_property
+    def _reduced(self) -> torch.Tensor | None:
+        """Whose amaxes are the maximum over the ranks, (rows, 1); None where all are."""
+        reduced = [state.scaling.reduce_amax for state in self.states]
+        return None if all(reduced) else self.by_row(reduced)[:, None]
+
+    def take(self) -> torch.Tensor:
+        """What was staged since the last roll: amaxes, and 1 for NaN and infinity; float32, (2, rows, 3).
+
+        A layer has a row, a stack of matrices one for each.
+        """
+        amaxes = [history[0] for state in self.states for history in state.histories]
+        non_finite = [flag for state in self.states for flag in state.flags]
+        if all(state.members is None for state in self.states):
+            self._own = torch.stack([*amaxes, *non_finite]).view(2, -1, 3)
+            return self._own
+        of_operands = [
+            torch.cat([entry.view(-1) for entry in entries[operand::3]])
+            for entries in (amaxes, non_finite)
+            for operand in range(3)
+        ]
+        self._own = torch.stack(of_operands).view(2, 3, -1).transpose(1, 2).contiguous()
+        return self._own
+
+    def roll(self, staged: torch.Tensor, weights: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
+        """Roll.
+
+        Args:
+            staged: the maximum of what the ranks took; written to.
+            weights: float32, (rows,): the weights' amaxes.
+            stepped: bool, (rows,): whether a weight's amax counts, because an optimizer stepped the weight.
+
+        Returns:
+            float32, (rows, 3): not 0 where NaN or infinity was staged.
+        """
+        amaxes, non_finite = staged.unbind()
+        if self._reduced is not None:
+            amaxes = torch.where(self._reduced, amaxes, self._own[0])
+        amaxes[:, W] = weights.where(weights.isfinite() & stepped, 0.0)
+        roll(self.states, amaxes)
+        return non_finite
+
+
+def side_by_side(priors: Sequence[PriorScale], multiple: int, size: int) -> PriorScale:
+    """One prior scale of several: each begins at a multiple of so many entries, zeros between; ``size`` in all."""
+    scales = [each.scale.reshape(-1) for each in priors]
+    gaps = {length: scales[0].new_zeros(-length % multiple) for length in set(map(len, scales))}
+    filled = [part for scale in scales for part in (scale, gaps[len(scale)])]
+    return PriorScale(torch.cat(filled)[:size], priors[0].margin, priors[0].covers)
+
+
+def matrices_of(weight: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Those of a stack, or the weight itself."""
+    if weight.dim() != 3:
+        return (weight,)
+    return (weight.plain if isinstance(weight, MasterWeight) else weight.detach()).unbind(0)
+
+
+def operands_met(names: Sequence[str], non_finite: torch.Tensor) -> list[str]:
+    """``"dy of layers.1"`` for every entry of ``non_finite``, (rows, 3), that is not 0."""
+    return [f"{OPERANDS[column]} of {names[row]}" for row, column in non_finite.nonzero().tolist()]

@@ -1,0 +1,315 @@
+"""The bytes of every linear layer, predicted: weights, wire, saved for backward, transient; beside bf16's."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from f8sub.convert.keep_x import why_not_kept
+from f8sub.convert.layer_kinds import kind_of
+from f8sub.delayed.state import OPERANDS
+from f8sub.formats import Float8Format
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE
+from f8sub.torch_compat import is_dtensor, param_dtypes
+from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
+from f8sub.weights.primary_weight import PrimaryWeight
+from f8sub.weights.weight import local_tensor, master_of
+
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("wq", "wk", "wv"),
+    ("w1", "w3"),
+    ("q", "k", "v"),
+    ("gate", "up"),
+)
+"""Names of siblings that read one x: those of Llama in transformers and torchtitan, and their short forms."""
+
+SAVED_INPUTS = ("o_proj", "wo", "o")
+"""Names of layers whose x is saved anyway by what makes it: attention's results."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a layer, or several, take.
+
+    Attributes:
+        master: the high-precision weight; of a sharded one this rank's shard, padding included.
+        codes: what is kept of a weight's codes from step to step, scale tables aside; of a sharded one with a master
+            nothing.
+        wire: what an all-gather of the weight fills on a rank. A step has one, two where it is resharded after forward.
+        saved: of x, from forward to backward; nothing where a sibling saves the same x, or what made it does.
+        transient: what backward has at once, and frees: the gathered weight, and the operands that it makes. Of several
+            layers that of the largest.
+    """
+
+    master: int = 0
+    codes: int = 0
+    wire: int = 0
+    saved: int = 0
+    transient: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        added = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        return replace(Bytes(*added), transient=max(self.transient, other.transient))
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One linear layer's, or of one weight of experts.
+
+    Attributes:
+        fqn: its name in the model.
+        shape: (N, K) of the weight that its GEMMs read, (E, N, K) of experts.
+        kind: recipe and ``keep_x`` of a converted layer, "high precision" of any other.
+        here: as it is.
+        high_precision: as it would be in high precision.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    kind: str
+    here: Bytes
+    high_precision: Bytes
+
+
+@dataclass(frozen=True)
+class ByteAccount:
+    """All linear layers', and experts'. ``str()`` is a table of MB, equal layers in one row: as they are / in bf16.
+
+    Attributes:
+        layers: in the model's order.
+        tokens: of one forward.
+        dtype: the high precision.
+    """
+
+    layers: tuple[LayerBytes, ...]
+    tokens: int
+    dtype: torch.dtype
+
+    @property
+    def here(self) -> Bytes:
+        """The sum."""
+        return sum((layer.here for layer in self.layers), Bytes())
+
+    @property
+    def high_precision(self) -> Bytes:
+        """The sum, in high precision."""
+        return sum((layer.high_precision for layer in self.layers), Bytes())
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        header = [
+            "MB here / in " + dtype,
+            "",
+            "N x K",
+            "kind",
+            "master",
+            "codes",
+            "wire",
+            "saved",
+            "transient",
+        ]
+        rows = [header]
+        alike: dict[LayerBytes, int] = {}
+        for layer in self.layers:
+            kind = replace(layer, fqn=kind_of(layer.fqn))
+            alike[kind] = alike.get(kind, 0) + 1
+        for layer, count in alike.items():
+            cells = _cells(sum([layer.here] * count, Bytes()), sum([layer.high_precision] * count, Bytes()))
+            rows.append([layer.fqn, f"{count} x", " x ".join(map(str, layer.shape)), layer.kind, *cells])
+        rows.append(["all", f"{len(self.layers)} x", "", "", *_cells(self.here, self.high_precision)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        left = (0, 3)
+        lines = (
+            "  ".join(
+                cell.ljust(width) if i in left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+        return f"{self.tokens} tokens\n" + "\n".join(lines)
+
+
+def byte_account(
+    model: torch.nn.Module,
+    tokens: int,
+    dtype: torch.dtype = torch.bfloat16,
+    shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
+    saved_inputs: Iterable[str] = SAVED_INPUTS,
+) -> ByteAccount:
+    """What the linear layers of ``model`` take, and nothing else; of a sharded model on this rank.
+
+    A model that is not sharded has no wire yet: told are that of ``fully_shard`` on all of it, padding of uneven shards
+    aside, and what backward would have at once under it. ``keep_x="auto"`` is counted as eager code has it without
+    hooks; compiled it is float8. Biases are left out.
+
+    Args:
+        model: converted or not, on any device, meta included.
+        tokens: rows of x of every layer, in one forward.
+        dtype: the high precision, FSDP2's ``param_dtype``.
+        shared_inputs: groups of names; siblings of one module whose names are in one group read one x.
+        saved_inputs: names of layers whose x what made it saves anyway.
+    """
+    anyway = frozenset(saved_inputs)
+    groups = {name: tuple(group) for group in shared_inputs for name in group}
+    seen: set[object] = set()
+    layers = []
+    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    sharded = {module for module, _ in param_dtypes(linears.values())}
+    for fqn, layer in linears.items():
+        parent, _, name = fqn.rpartition(".")
+        group = (parent, groups.get(name, (name,)))
+        weight = WeightBytes.of(layer.weight, sharded=layer in sharded)
+        x_bytes = 0 if name in anyway else tokens * weight.shape[1] * dtype.itemsize
+        plain = weight.in_high_precision(x_bytes if layer.weight.requires_grad else 0, dtype)
+        here, kind, key, own = plain, "high precision", None, 0
+        if isinstance(layer, Float8Linear):
+            how = _how(layer, saved_anyway=name in anyway)
+            here, own = _in_float8(layer, weight, plain, x_bytes, tokens, how), _own_scale(layer, how)
+            kind, key = f"{layer.plan.recipe.name}, x {layer.keep_x}", (layer.plan.recipe.formats("x"), how)
+        here = _once(here, (group, kind, key), seen, own)
+        plain = _once(plain, (group, None), seen)
+        layers.append(LayerBytes(fqn or "(root)", weight.shape, kind, here, plain))
+    return ByteAccount(tuple(layers), tokens, dtype)
+
+
+class WeightBytes(NamedTuple):
+    """A weight.
+
+    Attributes:
+        shape: (N, K) that GEMMs read.
+        elements: of this rank's shard, padding included; of the whole where it is not sharded by FSDP2.
+        world: how many such shards there are.
+        layout: of the shards; None where it is not sharded by FSDP2.
+        master: what holds the values in high precision; None where nothing does.
+    """
+
+    shape: tuple[int, int]
+    elements: int
+    world: int
+    layout: ShardLayout | None
+    master: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, *, sharded: bool) -> "WeightBytes":
+        """Of a parameter; one of experts counts as the matrix of all experts' rows."""
+        local = local_tensor(weight)
+        master = master_of(local) if isinstance(local, PrimaryWeight) else local
+        if is_dtensor(weight) and sharded:
+            layout = ShardLayout.of(weight)
+            elements = layout.chunk * layout.shape[1 - layout.dim]
+            return cls(layout.shape, elements, layout.world, layout, master)
+        shape = local.numel() // local.shape[-1], local.shape[-1]
+        return cls(shape, local.numel(), 1, None, master)
+
+    def in_high_precision(self, saved: int, dtype: torch.dtype) -> Bytes:
+        """Where the layer stays in high precision."""
+        master = 0 if self.master is None else self.elements * self.master.dtype.itemsize
+        gathered = self.world * self.elements * dtype.itemsize
+        return Bytes(master, 0, gathered, saved, gathered)
+
+    def sent(self, format: Float8Format) -> int:
+        """Bytes of the codes that this rank sends."""
+        if self.layout is None:
+            return self.shape[0] * bytes_of_row(format, self.shape[1], lies_in_rows(format.tile))
+        rows, width = WireFormat(format, self.layout).padded_shape
+        return rows * width
+
+
+def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
+    """How eager code keeps the layer's x."""
+    if layer.keep_x != AUTO:
+        return layer.keep_x
+    free = saved_anyway and why_not_kept(layer.plan.recipe, HIGH_PRECISION) is None
+    return HIGH_PRECISION if free else FLOAT8
+
+
+def _in_float8(
+    layer: Float8Linear, weight: WeightBytes, plain: Bytes, x_bytes: int, tokens: int, how: str
+) -> Bytes:
+    """Of a converted layer, of what ``plain`` says of it in high precision."""
+    row, made = layer.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))
+    saved = _saved(layer, weight.shape[1], x_bytes, tokens, how)
+    if row is None:
+        return replace(plain, saved=saved, transient=plain.wire + made)
+    cast = operand_bytes(row, *weight.shape)
+    wire = weight.world * weight.sent(row) if layer.float8_all_gather else plain.wire
+    if weight.layout is None:
+        return Bytes(plain.master, cast, wire, saved, wire + made)
+    if layer.float8_all_gather:
+        held = weight.sent(row) if weight.master is None else 0
+        return Bytes(plain.master, held, wire, saved, wire + made)
+    # Cast from what was gathered, in forward and in backward.
+    return Bytes(plain.master, 0, wire, saved, wire + cast + made)
+
+
+def _saved(layer: Float8Linear, cols: int, x_bytes: int, tokens: int, how: str) -> int:
+    """What the layer saves of an x of ``tokens`` rows, of which ``x_bytes`` in high precision would be new."""
+    row, col = layer.plan.recipe.formats("x")
+    if not layer.weight.requires_grad:
+        return 0
+    if col is None:
+        return x_bytes
+    if how == HIGH_PRECISION:
+        return x_bytes + _own_scale(layer, how)
+    if how == RECOMPUTE and row is not None:
+        return operand_bytes(row, tokens, cols)
+    return operand_bytes(col, cols, tokens)
+
+
+def _own_scale(layer: Float8Linear, how: str) -> int:
+    """The delayed scale that a layer saves beside a high-precision x, and shares with no sibling."""
+    kept = how == HIGH_PRECISION and layer.plan.recipe.formats("x")[1] is not None
+    return 4 if kept and layer.plan.recipe.delayed is not None else 0
+
+
+def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, how: str) -> Iterator[int]:
+    """Bytes of each float8 operand of dgrad and wgrad that is neither saved nor a view of another."""
+    recipe, (rows, cols) = layer.plan.recipe, shape
+    (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (recipe.formats(name) for name in OPERANDS)
+
+    def is_view(row: Float8Format | None, col: Float8Format) -> bool:
+        alike = row is not None and row.dtype == col.dtype and row.tile.is_transpose_of(col.tile)
+        return layer.plan.any_layout and alike and col.codes_per_byte == 1
+
+    if w_col is not None and not is_view(w_row, w_col):
+        yield operand_bytes(w_col, cols, rows)
+    if dy_row is not None:
+        yield operand_bytes(dy_row, tokens, rows)
+    if not layer.weight.requires_grad:
+        return
+    if dy_col is not None and not is_view(dy_row, dy_col):
+        yield operand_bytes(dy_col, rows, tokens)
+    derived = how == RECOMPUTE and not (x_col is not None and is_view(x_row, x_col))
+    if x_col is not None and (how == HIGH_PRECISION or derived):
+        yield operand_bytes(x_col, cols, tokens)
+
+
+def operand_bytes(format: Float8Format, rows: int, depth: int) -> int:
+    """Codes and scales of a (rows, depth) operand."""
+    depth = -(-depth // format.depth_multiple) * format.depth_multiple
+    tall, wide = format.tile.scale_shape((rows, depth))
+    level = 4 if format.scale_rule.has_global else 0
+    return rows * depth // format.codes_per_byte + tall * wide * format.scale_rule.stored_as.itemsize + level
+
+
+def _once(counted: Bytes, key: object, seen: set[object], own: int = 0) -> Bytes:
+    """``counted``; of what is saved only ``own`` where ``key`` was met before."""
+    if not counted.saved:
+        return counted
+    if key in seen:
+        return replace(counted, saved=own)
+    seen.add(key)
+    return counted
+
+
+def _cells(here: Bytes, high_precision: Bytes) -> list[str]:
+    pairs = zip(astuple(here), astuple(high_precision), strict=True)
+    return [_megabytes(a) if a == b else f"{_megabytes(a)} / {_megabytes(b)}" for a, b in pairs]
+
+
+def _megabytes(count: int) -> str:
+    return "0" if not count else f"{count / 1e6:,.0f}" if count >= 1e8 else f"{count / 1e6:.3g}"

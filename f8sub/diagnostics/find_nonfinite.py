@@ -1,0 +1,174 @@
+"""find_nonfinite: where NaN or infinity came from, by layer, role and rank."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import is_dtensor, is_metadata_inference
+from f8sub.weights.gather_values import gather_values
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.primary_weight import PrimaryWeight
+from f8sub.weights.weight import local_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """NaN or infinity in one tensor of one layer.
+
+    Attributes:
+        layer: its name in the model.
+        role: ``"x"``, ``"w"``, ``"y"``, ``"dy"``, ``"dx"`` or ``"dw"``.
+        ranks: those that have it there.
+    """
+
+    layer: str
+    role: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{self.role} of {self.layer} on rank{'s' * (len(self.ranks) > 1)} {ranks}"
+
+
+class Probe(Protocol):
+    """Searches modules that are no linear layers."""
+
+    def begin(self, model: torch.nn.Module, search: "Search") -> Callable[[], None]:
+        """Have ``search`` look at what they multiply from now on, until what is returned is called."""
+
+
+probes: list[Probe] = []
+"""What features have added."""
+
+
+class Search:
+    """What ``find_nonfinite`` found; filled when its context is left.
+
+    Attributes:
+        first: where NaN or infinity first was, in the order in which the layers ran; None where it was nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.first: NonFinite | None = None
+        self._seen: list[tuple[str, str]] = []
+        self._bad: list[torch.Tensor] = []
+
+    def look(self, layer: str, role: str, tensor: torch.Tensor | None) -> None:
+        """Look at a tensor, if there is one, without waiting for it."""
+        if tensor is not None:
+            self.note(layer, role, self.is_bad(tensor))
+
+    @staticmethod
+    def is_bad(tensor: torch.Tensor) -> torch.Tensor:
+        """bool, (): whether an element is not finite."""
+        with torch.no_grad():
+            local = local_tensor(tensor)
+            if isinstance(local, Float8Tensor):
+                local = local.dequantize()
+            elif isinstance(local, MasterWeight | PrimaryWeight):
+                local = local.plain
+            return ~local.detach().isfinite().all()
+
+    def note(self, layer: str, role: str, bad: torch.Tensor) -> None:
+        """Remember whether a tensor, the next in the order in which the layers run, is bad: bool, ()."""
+        self._seen.append((layer, role))
+        self._bad.append(bad)
+
+    def finish(self) -> None:
+        """Read what was remembered, on all ranks together, and keep the first."""
+        found = [bad.item() for bad in self._bad]
+        mine = next(((i, *self._seen[i]) for i, bad in enumerate(found) if bad), None)
+        everyone = [mine]
+        if dist.is_initialized():
+            everyone = gather_values(mine)
+        if any(everyone):
+            first = min(other for other in everyone if other is not None)
+            ranks = tuple(rank for rank, other in enumerate(everyone) if other == first)
+            self.first = NonFinite(first[1], first[2], ranks)
+
+    def __str__(self) -> str:
+        return str(self.first or "every tensor is finite")
+
+
+@contextmanager
+def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
+    """Watch the linear layers and experts of a model for NaN and infinity, through the forwards and backwards inside.
+
+        with f8sub.find_nonfinite(model) as search:
+            model(batch).sum().backward()
+        print(search)  # dy of layers.3.mlp.up on rank 5
+
+    To repeat a step that went wrong, not to train with: what it finds is read by the host when the context is left, and
+    compiled code runs eagerly inside. All ranks enter and leave it together. An exception inside passes through, and
+    nothing was searched then.
+
+    Args:
+        model: converted or not, sharded or not. Every nn.Linear's x, w, y and dy are watched, in the order in which
+            they run; of converted layers dx and dw too, as this rank computed them, before gradients are reduced. A
+            rank's w is its own shard, so that the rank is the one whose shard is bad; then what it gathered.
+            Experts that ``experts=True`` converts are watched likewise: products of ``grouped_linear`` under the
+            weight's name, but for tokens of no expert; experts whose own forward multiplies otherwise as one module.
+            What lies between, such as norms, shows in the x of the layer after it.
+
+    Yields:
+        The search; its ``first`` names the layer, the role and the ranks.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    search = Search()
+    shards = {name: search.is_bad(layer.weight) for name, layer in layers.items()}
+    handles = [
+        handle
+        for name, layer in layers.items()
+        for handle in (
+            layer.register_forward_pre_hook(
+                functools.partial(_before, search, name, shards[name]), with_kwargs=True
+            ),
+            layer.register_forward_hook(functools.partial(_after, search, name), prepend=True),
+        )
+    ]
+    with ExitStack() as exits:
+        for handle in handles:
+            exits.callback(handle.remove)
+        for probe in probes:
+            exits.callback(probe.begin(model, search))
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        yield search
+    search.finish()
+
+
+def _before(
+    search: Search, name: str, shard: torch.Tensor, layer: torch.nn.Linear, args: Any, kwargs: dict[str, Any]
+) -> None:
+    if is_metadata_inference():
+        return
+    search.look(name, "x", args[0] if args else kwargs.get("input"))
+    search.note(name, "w", shard)
+    search.look(name, "w", layer.weight)
+
+
+def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
+    if is_metadata_inference():
+        return
+    search.look(name, "y", y)
+    if y.grad_fn is None:
+        return
+    y.register_hook(functools.partial(search.look, name, "dy"))
+    # A DTensor was made of the product in one more step.
+    node = y.grad_fn.next_functions[0][0] if is_dtensor(y) else y.grad_fn
+    if isinstance(module, Float8Linear) and node is not None:
+        node.register_hook(functools.partial(gradients_seen, search, name))
+
+
+def gradients_seen(
+    search: Search, name: str, gradients: tuple[torch.Tensor | None, ...], dy: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Hook of a node that makes dx and dw: look at both."""
+    for role, gradient in zip(("dx", "dw"), gradients, strict=False):
+        search.look(name, role, gradient)

@@ -1,0 +1,260 @@
+"""Monitor: amaxes, scales and errors of each layer's operands, in one step of every N.
+
+In a step that is sampled, hooks see x, w and dy in high precision and cast them once more, which gives the codes that
+the layer multiplies; compiled code runs eagerly meanwhile. Nothing waits for the device: one table for all operands is
+reduced over the ranks, copied behind the step, and read when it has arrived. All other steps cost a counter.
+"""
+
+import fnmatch
+import functools
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from f8sub.convert.checks import refuse_other_than_a_module
+from f8sub.diagnostics import writers
+from f8sub.diagnostics.monitored_gradients import GradientRows, rows_of
+from f8sub.diagnostics.sample import (
+    RESULTS,
+    ROLES,
+    Sample,
+    probes,
+)
+from f8sub.diagnostics.statistics import Statistics
+from f8sub.diagnostics.statistics_advice import advice_for
+from f8sub.diagnostics.writers import Writer
+from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
+from f8sub.host_copy import HostCopy
+from f8sub.linear.float8_linear import Float8Linear
+
+
+class Monitor:
+    """Measures what float8 does to each layer.
+
+    monitor = f8sub.Monitor(model, every=100, to="runs/a/numerics.jsonl")
+    for batch in data:
+        with monitor:
+            loss(model(batch)).backward()
+        optimizer.step()
+    print(monitor.worst(8))
+
+    Where ``reduce_gradients_in_float8`` measures, each measured reduction is a row of the step that it was in, with
+    role "gradient" and the name of its FSDP2 module.
+
+    Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
+    eagerly. Of several forwards in one step the first is measured, and none under ``no_grad``. All ranks sample the
+    same steps, and each has the statistics of all ranks together.
+
+    The replay of a CUDA graph calls no hook, so a step that is sampled has to be launched: ``sampling`` says which one.
+    A sample that saw no forward has no rows, and the first one is a ``Float8Warning``.
+
+    Args:
+        model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
+        every: a step of so many is sampled, the first one among them.
+        to: where rows go, on the first rank of the group: the path of a JSON lines file, a function of (step, rows), or
+            a list of these; see ``f8sub.diagnostics.writers`` for TensorBoard and Weights & Biases. Where one
+            fails, a ``Float8Warning`` says so, and the run goes on.
+        layers: glob patterns of the layers to measure, over whole names.
+        roles: of "x", "w" and "dy", those to measure; and of "y", "dx" and "dw", see ``RESULTS``.
+        group: the ranks whose statistics are put together; None for all. Of a pipeline give those of one stage.
+
+    Raises:
+        Float8ConfigError: no converted layer matches, a role that there is not, or an argument of another type.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        every: int = 100,
+        to: str | os.PathLike[str] | Writer | Sequence[str | os.PathLike[str] | Writer] = (),
+        *,
+        layers: str | Sequence[str] = "*",
+        roles: Sequence[str] = ROLES,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        refuse_other_than_a_module("Monitor", model)
+        if type(every) is not int or every < 1:
+            raise Float8ConfigError(f"every is a number of steps, 1 or more, got {every!r}")
+        if not _is_list_of(str, roles) or not roles:
+            raise Float8ConfigError(f"roles is a list, of {', '.join((*ROLES, *RESULTS))}, got {roles!r}")
+        if others := [role for role in roles if role not in (*ROLES, *RESULTS)]:
+            raise unknown("role", others[0], (*ROLES, *RESULTS))
+        patterns = [layers] if isinstance(layers, str) else layers
+        if not _is_list_of(str, patterns):
+            raise Float8ConfigError(f"layers is a pattern of names, or a list of them, got {layers!r}")
+        several = [to] if callable(to) or isinstance(to, str | os.PathLike) else to
+        if not _is_list_of(str | os.PathLike | Callable, several):
+            raise Float8ConfigError(
+                f"to is the path of a file, a function of (step, rows), or a list of these, got {to!r}"
+            )
+        self._model = model
+        self._layers = {
+            name.replace("_orig_mod.", ""): module
+            for name, module in model.named_modules()
+            if isinstance(module, Float8Linear)
+        }
+        there = [*self._layers, *(name for probe in probes for name in probe.names(model))]
+        names = _named(there, patterns)
+        self._layers = {name: layer for name, layer in self._layers.items() if name in names}
+        self.group = group
+        """The ranks whose statistics are put together, the same on all of them; it may be set in the first step."""
+        self._every = every
+        self._rows = {(name, role): i for i, (name, role) in enumerate((n, r) for n in names for r in roles)}
+        self._writers = [writers.lasting(w) if callable(w) else writers.jsonl(w) for w in several]
+        self._step, self._in_step = -1, False
+        self._sample: Sample | None = None
+        self._warned = False
+        self._gradients = GradientRows(model)
+        self._pending: list[tuple[int, HostCopy, Callable[[torch.Tensor], list[Statistics]]]] = []
+        self.rows: list[Statistics] = []
+        """All rows so far, in the order of the steps."""
+
+    def __enter__(self) -> "Monitor":
+        self._begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end(failed=error[0] is not None)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Sample without a ``with``: a step ends when the optimizer's does. One that was entered goes on.
+
+        Returns:
+            Call it to detach.
+        """
+
+        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
+                self._end(failed=False)
+
+        def after(*_: Any) -> None:
+            self._end(failed=False)  # of a step with a closure, in which the model runs
+            self._begin()
+
+        if not self._in_step:
+            self._begin()
+        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+        def detach() -> None:
+            for handle in handles:
+                handle.remove()
+            self._end(failed=True)
+
+        return detach
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the step that runs now, or runs next, is sampled; the same on all ranks."""
+        return self._sample is not None
+
+    def worst(self, count: int = 8) -> str:
+        """The operands with the lowest median-row SQNR in the last sample, with advice; a table.
+
+        Operands with NaN or infinity come first, those that are all 0 last.
+
+        Raises:
+            Float8ConfigError: ``count`` is no number of operands.
+        """
+        if type(count) is not int or count < 1:
+            raise Float8ConfigError(f"count is a number of operands, 1 or more, got {count!r}")
+        self._read(wait=True)
+        operands = [row for row in self.rows if row.role in ROLES]
+        if not operands:
+            return (
+                f"no sample yet: the first step has one, and then one step in {self._every}. A forward pass under "
+                "no_grad is not measured"
+            )
+        last = [row for row in operands if row.step == operands[-1].step]
+        width = max(len(row.layer) for row in last)
+        lines = [f"{'layer':{width}} role  row dB     dB  flushed  saturated      amax  advice"]
+        for row in sorted(last, key=_badness)[:count]:
+            lines.append(
+                f"{row.layer:{width}} {row.role:4} {row.row_sqnr:7.1f} {row.sqnr:6.1f} {row.flushed:8.2%} "
+                f"{row.saturated:10.3%} {row.amax:9.2e}  {advice_for(row)}".rstrip()
+            )
+        return "\n".join(lines)
+
+    def heatmap(self, role: str, path: str | os.PathLike[str], statistic: str = "row_sqnr") -> None:
+        """Draw one statistic of an operand, layers by steps, as a picture.
+
+        Raises:
+            Float8ConfigError: matplotlib is not installed, there is no such row, or the path ends like no picture.
+        """
+        self._read(wait=True)
+        writers.heatmap(self.rows, path, role, statistic)
+
+    def flush(self) -> None:
+        """Write what was sampled and not written yet; at the end of a run."""
+        self._read(wait=True)
+
+    def _begin(self) -> None:
+        self._end(failed=True)
+        self._step, self._in_step = self._step + 1, True
+        self._read(wait=False)
+        if self._step % self._every == 0:
+            self._sample = Sample(self._step, self._model, self._layers, self._rows)
+
+    def _end(self, *, failed: bool) -> None:
+        sample, self._sample, self._in_step = self._sample, None, False
+        if sample is not None:
+            sample.close()
+            if not failed:
+                self._check(sample)
+                copy = HostCopy(sample.reduced(self.group))
+                self._pending.append((self._step, copy, sample.statistics))
+        if not failed and (gradients := self._gradients.new()) is not None:
+            names, copy = gradients
+            self._pending.append((self._step, copy, functools.partial(rows_of, self._step, names)))
+
+    def _check(self, sample: Sample) -> None:
+        if sample.saw_nothing and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Monitor sampled step {self._step} and saw no forward of its layers, so the step has no rows. "
+                "Was it the replay of a CUDA graph, which calls no hook? Launch the steps in which monitor.sampling is "
+                "True",
+                Float8Warning,
+                stacklevel=4,
+            )
+
+    def _read(self, *, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0][1].there):
+            step, copy, told = self._pending.pop(0)
+            rows = told(copy.read())
+            self.rows += rows
+            if not dist.is_initialized() or dist.get_rank(self.group) == 0:
+                for write in self._writers:
+                    write(step, rows)
+
+
+def _named(there: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names of float8 layers that match a pattern; Float8ConfigError where there is none."""
+    if not there:
+        raise Float8ConfigError(
+            "Monitor found no float8 layer: the model is not converted; call f8sub.convert_to_float8(model) first"
+        )
+    names = [name for name in there if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if not names:
+        near = ", ".join(nearest(patterns[0], there)) if patterns else ""
+        raise Float8ConfigError(
+            f"Monitor found no float8 layer that {', '.join(patterns)} names"
+            + (f" (nearest: {near})" if near else "")
+            + "; f8sub.conversion_report(model) lists them"
+        )
+    return names
+
+
+def _is_list_of(kind: Any, values: object) -> bool:
+    if isinstance(values, str) or not isinstance(values, Sequence | Set):
+        return False
+    return all(isinstance(value, kind) for value in values)
+
+
+def _badness(row: Statistics) -> tuple[bool, float]:
+    """The key that sorts rows, those with NaN first: NaN compares with nothing."""
+    return not math.isnan(row.sqnr), math.inf if math.isnan(row.row_sqnr) else row.row_sqnr

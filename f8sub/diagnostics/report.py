@@ -1,0 +1,334 @@
+"""What a conversion did: every linear layer, converted or with the reason why not, and all other weights."""
+
+import math
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.convert.defaults import MIN_DIM, is_small
+from f8sub.convert.layer_kinds import kind_of, kinds, name_of
+from f8sub.convert.other_weights import (
+    ROOT,
+    OtherWeights,
+    active_share_of_linear,
+    other_weights,
+    unknown_weights,
+)
+from f8sub.diagnostics.read_in_code import read_in_code
+from f8sub.estimator.counted_forward import Count
+from f8sub.linear.float8_linear import Float8Linear
+
+NOT_SEEN = "convert_to_float8 has not seen it"
+
+WIDTH, NAME_WIDTH, SHAPE_WIDTH = 100, 46, 22
+"""Columns of a report, and of the names and shapes in it; what is longer is wrapped or shortened."""
+
+ASSUMED = "assumed: every layer once per token"
+"""Of FLOPs that were not counted."""
+
+LEAST_SHARE, MOST_NAMES = 0.01, 4
+"""Share of a model's parameters below which the summary does not say that nothing tells what they multiply; names in a
+list."""
+
+MOST_ROWS = 16
+"""Rows that a report shows of layers with one reason; the largest come first where there are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One linear layer.
+
+    Attributes:
+        fqn: its name in the model.
+        in_features: K.
+        out_features: N.
+        converted: whether it is a ``Float8Linear``.
+        detail: recipe and backend of a converted layer and what deviates from defaults; the reason of any other.
+        multiplications: by its weight, of the forward that was counted. Where none was, of one token: K * N; of a layer
+            in a list of experts that times the share of these that a token is sent to.
+        in_float8: how many of them are in float8: those of its own forward, where it is converted.
+        runs: how often its forward ran; None where no forward was counted.
+        read_by: the module whose forward multiplies by its weight, in high precision; empty where none does.
+    """
+
+    fqn: str
+    in_features: int
+    out_features: int
+    converted: bool
+    detail: str
+    multiplications: float
+    in_float8: float = 0.0
+    runs: int | None = None
+    read_by: str = ""
+
+    @property
+    def title(self) -> str:
+        """What became of it."""
+        if self.converted and self.read_by:
+            part = "in part" if self.in_float8 else "none of it"
+            return f"converted, {part} in float8: {self.read_by}, multiplies by its weight in high precision"
+        if self.converted and self.runs == 0:
+            return f"converted, and did not run: {self.detail}"
+        title = f"{'' if self.converted else 'not '}in float8: {self.detail}"
+        return f"{title}; did not run" if self.runs == 0 and not self.multiplications else title
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What runs in float8. ``str()`` is a page: the summary, then equal layers in one row, by what became of them.
+
+    FLOPs are those of products with weights: of linear layers, experts, recurrent layers, convolutions, and whatever
+    else multiplies by a parameter. Products of activations, such as attention's, are none. FLOPs are counted in one
+    forward, or assumed: every layer multiplies each token once, experts as often as ``top_k`` says, and those of
+    convolutions are not known. Shares are of the whole model's.
+
+    Attributes:
+        layers: every linear layer, in the model's order.
+        idle_patterns: of options given by patterns, those that do nothing, with the reason.
+        bytes: the ``ByteAccount``, where a number of tokens was given; ``str()`` of it is a table.
+        others: what multiplies by weights and is no nn.Linear; experts alone may be converted.
+        counted: the forward in which FLOPs were counted, in words; empty where they are assumed.
+        assumed_because: what a forward of made-up inputs raised; empty where none was tried, or it counted.
+        not_counted: where FLOPs are assumed names of parameters that may multiply besides; where they were counted
+            operators of other libraries that took weights.
+        not_counted_share: share of those parameters in all, 0 to 1.
+        of_activations: multiplications of activations by each other in that forward, over those by weights.
+        read_in_code: layers whose weights other modules' code reads, and that code.
+        parameters: how many the model has.
+        parameters_in_float8: how many of them are weights of converted layers and experts.
+        experts: what float8 gains of each kind of experts, one sentence each.
+    """
+
+    layers: tuple[LayerReport, ...]
+    idle_patterns: tuple[str, ...] = ()
+    bytes: Any = None
+    others: tuple[OtherWeights, ...] = ()
+    parameters: int = 0
+    parameters_in_float8: int = 0
+    experts: tuple[str, ...] = ()
+    counted: str = ""
+    assumed_because: str = ""
+    not_counted: tuple[str, ...] = ()
+    not_counted_share: float = 0.0
+    of_activations: float = 0.0
+    read_in_code: tuple[str, ...] = ()
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the model's FLOPs that run in float8, 0 to 1; ``counted`` says how that is known."""
+        in_float8 = sum(layer.in_float8 for layer in self.layers) + sum(
+            other.in_float8 for other in self.others
+        )
+        return in_float8 / max(self._multiplications, 1)
+
+    @property
+    def parameters_share(self) -> float:
+        """Share of the model's parameters that are weights of converted layers, 0 to 1."""
+        return self.parameters_in_float8 / max(self.parameters, 1)
+
+    @property
+    def summary(self) -> str:
+        """One line for a log."""
+        converted = [layer for layer in self.layers if layer.converted]
+        others = [other for other in self.others if other.converted]
+        and_others = f" and {len(others)} modules of experts" if others else ""
+        line = (
+            f"{len(converted)} of {len(self.layers)} linear layers{and_others} in float8, {self.flops_share:.1%} of "
+            f"FLOPs ({f'counted in {self.counted}' if self.counted else ASSUMED}), {self.parameters_share:.1%} of "
+            "parameters"
+        )
+        if details := {layer.detail for layer in converted} | {other.detail for other in others}:
+            line += f" ({'; '.join(sorted(details))})"
+        if left := [other for other in self.others if other.reason]:
+            reasons = "; ".join(sorted({other.reason for other in left}))
+            line += f"; not in float8, {len(left)} modules with weights of 3 dimensions: {reasons}"
+        clauses = (self._of_read(converted), self._of_idle(converted), self._of_not_counted())
+        line = "; ".join([line, *filter(None, clauses)])
+        return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
+
+    @staticmethod
+    def _of_read(converted: list[LayerReport]) -> str:
+        read = [layer.fqn for layer in converted if layer.read_by]
+        if not read:
+            return ""
+        return (
+            f"other code multiplies by the weights of {len(read)} converted layers, in high precision: "
+            f"skip={kinds(read)} leaves them as they are"
+        )
+
+    @staticmethod
+    def _of_idle(converted: list[LayerReport]) -> str:
+        idle = [layer.fqn for layer in converted if layer.runs == 0 and not layer.read_by]
+        return f"{len(idle)} converted layers did not run ({_some(kinds(idle))})" if idle else ""
+
+    def _of_not_counted(self) -> str:
+        if self.counted or self.not_counted_share < LEAST_SHARE:
+            return ""
+        return f"not counted: what {self.not_counted_share:.1%} of parameters may multiply; batch= counts it"
+
+    @property
+    def _multiplications(self) -> float:
+        others = sum(other.multiplications or 0.0 for other in self.others)
+        return others + sum(layer.multiplications for layer in self.layers)
+
+    def __str__(self) -> str:
+        sections = self._sections()
+        lines = [self.summary, *([_row("", "", "shape", "FLOPs", "params")] if sections else [])]
+        for title, rows in sections.items():
+            lines += [*_wrapped(title), *rows]
+        return "\n".join([*lines, *(line for note in self._notes() for line in _wrapped(note))])
+
+    def _sections(self) -> dict[str, list[str]]:
+        """Rows by what became of their layers, converted ones first."""
+        found: dict[str, list[_Weights]] = defaultdict(list)
+        for layer in sorted(self.layers, key=lambda layer: not layer.converted):
+            shape = layer.out_features, layer.in_features
+            weights = _Weights(layer.fqn, _shown(shape), math.prod(shape), layer.multiplications)
+            found[layer.title].append(weights)
+        for other in sorted(self.others, key=lambda other: not other.converted):
+            shown = _shown(other.shapes[0]) + (", ..." if len(other.shapes) > 1 else "")
+            weights = _Weights(other.fqn, shown, other.parameters, other.multiplications)
+            found[f"{'' if other.converted else 'not '}in float8: {other.detail}"].append(weights)
+        return {title: self._rows(weights) for title, weights in found.items()}
+
+    def _rows(self, weights: list["_Weights"]) -> list[str]:
+        """A line for all weights of one kind and shape."""
+        rows: dict[tuple[str, str], list[_Weights]] = defaultdict(list)
+        for each in weights:
+            rows[kind_of(each.fqn), each.shape].append(each)
+        largest = sorted(rows, key=lambda key: -sum(each.elements for each in rows[key]))[:MOST_ROWS]
+        lines = []
+        for alike in (rows[key] for key in rows if key in largest):
+            known = [each.multiplications for each in alike if each.multiplications is not None]
+            flops = f"{sum(known) / max(self._multiplications, 1):.1%}" if known else "?"
+            elements = f"{sum(each.elements for each in alike) / max(self.parameters, 1):.1%}"
+            name = name_of([each.fqn for each in alike])
+            lines.append(_row(name, f"{len(alike)} x", alike[0].shape, flops, elements))
+        more = len(rows) - len(largest)
+        return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
+
+    def _notes(self) -> list[str]:
+        notes = [*self.experts, *self._of_flops(), *self.read_in_code]
+        if any("(default)" in layer.detail for layer in self.layers if not layer.converted):
+            notes.append("(default): skip_defaults=False converts these too.")
+        if is_small([(la.in_features, la.out_features) for la in self.layers if la.converted]):
+            notes.append(
+                f"Layers with fewer than {MIN_DIM} features in or out gain no time in float8 on a GPU; much of this "
+                "model is such layers."
+            )
+        return notes
+
+    def _of_flops(self) -> list[str]:
+        """How FLOPs are known."""
+        listed = _some(list(self.not_counted))
+        if not self.counted:
+            because = f", because {self.assumed_because}" if self.assumed_because else ""
+            known = (
+                f"FLOPs are assumed{because}: every layer once per token. batch= counts them in one forward."
+            )
+            return [known, *([f"These may multiply, too, and are not counted: {listed}."] if listed else [])]
+        if not (self.of_activations or listed):
+            return []
+        known = (
+            f"FLOPs are those of products with weights. Products of activations, as attention has them, had "
+            f"{self.of_activations:.1%} of these in that forward and are in no share."
+        )
+        return [known, *([f"Weights went to operators that f8sub cannot count: {listed}."] if listed else [])]
+
+
+class _Weights(NamedTuple):
+    """What a row shows of one layer or module; ``multiplications`` None where they are not known."""
+
+    fqn: str
+    shape: str
+    elements: int
+    multiplications: float | None
+
+
+def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionReport:
+    """What of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not.
+
+    Args:
+        model: the model.
+        counted: what a forward multiplied; a string where FLOPs are assumed, with the reason or empty.
+    """
+    conversions = dict.fromkeys(
+        vars(module)["converted"] for module in model.modules() if is_converted(module)
+    )
+    idle = [pattern for conversion in conversions for pattern in conversion.options["idle_patterns"]]
+    layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    weights = {layer.weight for layer in layers.values() if isinstance(layer, Float8Linear)}
+    count = None if isinstance(counted, str) else counted
+    others = other_weights(model, count)
+    parameters = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    in_experts = sum(other.parameters for other in others if other.converted)
+    known: dict[str, Any] = {}
+    if count is None:
+        unknown = unknown_weights(model)
+        known["assumed_because"] = counted
+        known["not_counted"] = tuple(kinds(unknown))
+        known["not_counted_share"] = sum(unknown.values()) / max(parameters, 1)
+    else:
+        known["counted"] = count.of
+        known["not_counted"] = tuple(
+            f"{name} ({_some(kinds(fqns))})" for name, fqns in count.not_known.items()
+        )
+        by_weights = sum((*count.own.values(), *count.elsewhere.values()))
+        known["of_activations"] = count.of_activations / max(by_weights, 1)
+    rows = tuple(_of_layer(model, fqn, layer, count) for fqn, layer in layers.items())
+    if count is None or count.device in ("cpu", "meta"):  # on a GPU the count saw what kernels read there
+        known["read_in_code"] = tuple(read_in_code(model, {row.fqn for row in rows if row.read_by}))
+    return ConversionReport(
+        rows,
+        tuple(dict.fromkeys(idle)),
+        others=others,
+        parameters=parameters,
+        parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
+        **known,
+    )
+
+
+def _of_layer(model: torch.nn.Module, fqn: str, layer: torch.nn.Linear, count: Count | None) -> LayerReport:
+    converted = isinstance(layer, Float8Linear)
+    detail = layer.how if isinstance(layer, Float8Linear) else getattr(layer, SKIP_REASON, NOT_SEEN)
+    sizes = layer.in_features, layer.out_features
+    if count is None:
+        assumed = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
+        return LayerReport(fqn or ROOT, *sizes, converted, detail, assumed, assumed if converted else 0.0)
+    own, elsewhere = count.of_module(fqn)
+    readers = dict.fromkeys(reader for (name, _), reader in count.readers.items() if name == fqn)
+    return LayerReport(
+        fqn or ROOT,
+        *sizes,
+        converted,
+        detail,
+        own + elsewhere,
+        own if converted else 0.0,
+        count.runs.get(fqn, 0),
+        _some([kind_of(reader) for reader in readers]),
+    )
+
+
+def _some(names: list[str]) -> str:
+    """The first few of some names, each once."""
+    found = list(dict.fromkeys(names))
+    return ", ".join(found[:MOST_NAMES]) + (", ..." if len(found) > MOST_NAMES else "")
+
+
+def _row(name: str, count: str, shape: str, flops: str, parameters: str) -> str:
+    if len(name) > NAME_WIDTH:
+        name = f"...{name[3 - NAME_WIDTH :]}"
+    return f"  {name:<{NAME_WIDTH}} {count:>6} {shape:<{SHAPE_WIDTH}} {flops:>7} {parameters:>7}"
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)

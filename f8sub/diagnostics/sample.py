@@ -1,0 +1,292 @@
+"""Sample: the hooks of one step that a monitor measures, and the table that they fill."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from f8sub.diagnostics.statistics import (
+    MAXIMA,
+    WIDTH,
+    Statistics,
+    add_measured,
+    statistics_of,
+)
+from f8sub.formats import ALL, Float8Format, Operand, Rounding, Tile
+from f8sub.host_copy import sent_to
+from f8sub.kernels import reference
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT, LayerSource
+from f8sub.linear import hooks as sockets
+from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
+from f8sub.linear.forwards import plan_of, sources_of
+from f8sub.linear.saved_input import Call
+from f8sub.recipe import Recipe
+from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import autocast_dtype, is_dtensor, is_metadata_inference
+from f8sub.weights.weight import Weight, master_of
+
+ROLES = ("x", "w", "dy")
+"""What a layer casts."""
+
+RESULTS = ("y", "dx", "dw")
+"""What its GEMMs return. They are cast with current scales for the statistics alone: y as x, dx as dy, dw as w."""
+
+probes: "list[Probe]" = []
+"""What features have added."""
+
+
+class Probe(Protocol):
+    """Measures modules that are no ``Float8Linear``."""
+
+    def names(self, model: torch.nn.Module) -> list[str]:
+        """The names that their rows have."""
+
+    def begin(self, sample: "Sample") -> Callable[[], None]:
+        """Have ``sample`` take what is multiplied from now on, until what is returned is called."""
+
+
+class _Noted(NamedTuple):
+    """What an x was measured as, and the number of its row."""
+
+    x: "weakref.ref[torch.Tensor]"
+    version: int
+    format: Float8Format
+    dtype: torch.dtype
+    source: LayerSource
+    row: int
+
+    def is_like(self, other: "_Noted") -> bool:
+        """Whether both are one x, cast alike: stochastic rounding draws other numbers for each layer."""
+        same = self.x() is other.x() and self.source is other.source
+        return same and self[1:4] == other[1:4] and self.format.rounding is not Rounding.STOCHASTIC
+
+
+class Sample:
+    """The hooks of one step, and the table that they fill; ``model`` is what probes look into."""
+
+    def __init__(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        layers: dict[str, Float8Linear],
+        rows: dict[tuple[str, str], int],
+    ) -> None:
+        self.step, self.model, self._rows = step, model, rows
+        self._formats: dict[tuple[str, str], Float8Format] = {}
+        weight = next(iter(layers.values())).weight if layers else next(model.parameters())
+        # Where the layers run: CPU offload keeps shards elsewhere.
+        device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
+        self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
+        self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
+        self._exits = contextlib.ExitStack()
+        for name, layer in layers.items():
+            before = layer.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True)
+            # Before other hooks, which may put something else in the place of y.
+            after = layer.register_forward_hook(functools.partial(self._after, name), prepend=True)
+            self._exits.callback(before.remove)
+            self._exits.callback(after.remove)
+        for probe in probes:
+            self._exits.callback(probe.begin(self))
+        self._exits.enter_context(torch.compiler.set_stance("force_eager"))
+        self._called = False
+        self._calls: dict[str, Call] = {}
+        self._seen: set[str] = set()  # backward meets the last of several forwards first
+        self._last_x: _Noted | None = None
+        self._same: dict[int, int] = {}
+
+    @property
+    def saw_nothing(self) -> bool:
+        """Whether no layer was called, not even under ``no_grad``."""
+        return not (self._called or self._formats)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._exits.close()
+
+    def reduced(self, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """The table, of all ranks together."""
+        if self._same:
+            rows, like = (
+                sent_to(self._sums.device, list(each)) for each in (self._same, self._same.values())
+            )
+            for table in (self._sums, self._maxima):
+                table.index_copy_(0, rows, table.index_select(0, like))
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(self._sums, dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=group)
+        return torch.cat([self._sums, self._maxima], dim=1)
+
+    def statistics(self, table: torch.Tensor) -> list[Statistics]:
+        """The rows of a table that came to the host."""
+        found = []
+        for (name, role), index in self._rows.items():
+            format = self._formats.get((name, role))
+            if format is None:
+                continue
+            numbers = table[index].tolist()
+            made = statistics_of(self.step, name, role, format, numbers[:WIDTH], numbers[WIDTH:])
+            found += [made] if made is not None else []
+        return found
+
+    def _before(self, name: str, layer: Float8Linear, args: Any, kwargs: dict[str, Any]) -> None:
+        if is_metadata_inference():
+            return
+        self._called = True
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._calls:
+            return
+        with torch.no_grad():
+            x: torch.Tensor = args[0] if args else kwargs["input"]
+            weight: torch.Tensor = layer.weight
+            plan = plan_of(layer, layer.weight)
+            recipe = plan.recipe
+            dtype = autocast_dtype(x.device.type) or x.dtype
+            sources = sources_of(layer, recipe)
+            if is_dtensor(weight):
+                x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
+            self._calls[name] = call = plan, dtype, sources
+            if not isinstance(x, Float8Tensor):
+                self._note_x(name, x, recipe.fprop.a, dtype, sources.x)
+            if recipe.fprop.b is not None and self.wants(name, "w"):
+                self._note_weight(name, layer, weight, recipe.fprop.b, call)
+
+    def _note_x(
+        self, name: str, x: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, source: LayerSource
+    ) -> None:
+        """Siblings that share an x are cast from it once, so it is measured once."""
+        if format is None or not self.wants(name, "x"):
+            return
+        noted = _Noted(weakref.ref(x), x._version, format, dtype, source, self._rows[name, "x"])
+        if self._last_x is not None and noted.is_like(self._last_x):
+            self._formats[name, "x"], self._same[noted.row] = format, self._last_x.row
+            return
+        self._note(name, "x", x, format, dtype, source)
+        self._last_x = noted
+
+    def _note_weight(
+        self,
+        name: str,
+        layer: Float8Linear,
+        weight: torch.Tensor,
+        format: Float8Format,
+        call: Call,
+    ) -> None:
+        if isinstance(weight, Float8Tensor):
+            shard = layer.converted.record_of(layer, "weight").shard
+            if shard is None or not shard.master.numel() or weight.rowwise is None:
+                self.take(name, "w", format, ())
+                return
+            values = shard.values.to(shard.dtype).to(weight.device)
+            row, col = (a - b for a, b in zip(shard.layout.offset, shard.layout.origin, strict=True))
+            self.take(name, "w", format, [(values, part_of(weight.rowwise, row, col, *values.shape))])
+            return
+        master = master_of(weight) if isinstance(weight, Weight) else weight
+        if master is None:
+            return  # codes alone
+        values = master.plain if isinstance(master, Weight) else master
+        operand = weight_rowwise(weight, call)
+        if isinstance(operand, Operand):
+            self.take(name, "w", operand.format, [(values.to(call[1]), operand)])
+
+    def _after(self, name: str, layer: Float8Linear, args: Any, y: torch.Tensor) -> None:
+        if not y.requires_grad or name not in self._calls or name in self._seen:
+            return
+        self._seen.add(name)
+        plan, dtype, _ = self._calls[name]
+        recipe = plan.recipe
+        if (format := recipe.dgrad.a or recipe.wgrad.a) is not None:
+            y.register_hook(functools.partial(self._note_dy, name, format))
+        with torch.no_grad():
+            local = y.to_local() if is_dtensor(y) else y
+            self._note(name, "y", local, recipe.fprop.a, dtype, CURRENT)
+        if self.wants(name, "dx") or self.wants(name, "dw"):
+            node = node_of(y, "Float8Matmul")
+            node.register_hook(functools.partial(self._note_gradients, name, recipe))
+
+    def _note_gradients(self, name: str, recipe: Recipe, gradients: Any, _: Any) -> None:
+        """Dx and dw, which the first backward of a step makes."""
+        with torch.no_grad():
+            for role, found, format in zip(
+                ("dx", "dw"), gradients, (recipe.dgrad.a, recipe.fprop.b), strict=False
+            ):
+                if found is not None and (name, role) not in self._formats:
+                    self._note(name, role, found, format, found.dtype, CURRENT)
+
+    def _note_dy(self, name: str, format: Float8Format, dy: torch.Tensor) -> None:
+        if (name, "dy") in self._formats:
+            return
+        with torch.no_grad():
+            local = dy.to_local() if is_dtensor(dy) else dy
+            self._note(name, "dy", local, format, local.dtype, self._calls[name][2].dy)
+
+    def _note(
+        self,
+        name: str,
+        role: str,
+        tensor: torch.Tensor,
+        format: Float8Format | None,
+        dtype: torch.dtype,
+        source: LayerSource,
+    ) -> None:
+        if format is None or not self.wants(name, role):
+            return
+        matrix = tensor.detach().reshape(-1, tensor.shape[-1]).to(dtype)
+        stochastic = format.rounding is Rounding.STOCHASTIC
+        with torch.random.fork_rng([matrix.device] if matrix.is_cuda else [], enabled=stochastic):
+            operand = quantize(matrix, format, None, source).rowwise  # then the layer draws the same numbers
+        if operand is not None:
+            self.take(name, role, format, [(matrix, operand)])
+
+    def wants(self, name: str, role: str) -> bool:
+        """Whether there is a row for it."""
+        return (name, role) in self._rows
+
+    def has(self, name: str, role: str) -> bool:
+        """Whether its row was taken in this step."""
+        return (name, role) in self._formats
+
+    def take(
+        self, name: str, role: str, format: Float8Format, parts: Iterable[tuple[torch.Tensor, Operand]]
+    ) -> None:
+        """Add up the statistics of the parts of an operand: each in the dtype that was cast, and its codes."""
+        self._formats[name, role] = format
+        index = self._rows[name, role]
+        for values, operand in parts:
+            if values.numel():
+                add_measured(values, operand, self._sums[index], self._maxima[index])
+
+
+def node_of(y: torch.Tensor, function: str) -> torch.autograd.graph.Node:
+    """The node nearest to a result whose gradients an ``autograd.Function`` of that name makes."""
+    nodes = [y.grad_fn]
+    for node in nodes:
+        if node is not None and node.name().startswith(function):
+            return node
+        nodes += [] if node is None else [next_node for next_node, _ in node.next_functions]
+    raise RuntimeError(f"no {function} made a tensor of shape {tuple(y.shape)}")
+
+
+def part_of(operand: Operand, row: int, col: int, rows: int, cols: int) -> Operand:
+    """A part of an operand; with a scale for each element where its tiles do not begin where the part does."""
+    format, scale = operand.format, operand.scale_inv
+    per_byte, tile = format.codes_per_byte, format.tile
+    data = operand.data[row : row + rows, col // per_byte : -(-(col + cols) // per_byte)]
+    places = ((row, rows, tile.rows), (col, cols, tile.cols))
+    if format.is_plain and all(edge == ALL or first % edge == 0 for first, _, edge in places):
+        for dim, (first, size, edge) in enumerate(places):
+            scale = scale if edge == ALL else scale.narrow(dim, first // edge, -(-size // edge))
+        return Operand(data, scale, format)
+    scale = reference.spread(scale.float(), tile, torch.Size((rows, cols)), (row, col))
+    if operand.global_scale_inv is not None:
+        scale = scale * operand.global_scale_inv
+    return Operand(data, scale.expand(rows, cols), each_element(format))
+
+
+@functools.cache
+def each_element(format: Float8Format) -> Float8Format:
+    """A format of the same codes with a float32 scale for each element."""
+    return Float8Format(format.dtype, Tile(1, 1))

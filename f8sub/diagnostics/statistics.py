@@ -1,0 +1,222 @@
+"""What is measured of one operand, in numbers that can be added over ranks.
+
+A SQNR is the ratio of signal to quantization noise in dB. The SQNR of a whole matrix hides small rows: the large ones
+decide it. So each row has one, and the median of those is told from a histogram, which ranks can add.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from f8sub.diagnostics.statistics_launch import has_kernel, launches_of
+from f8sub.formats import ALL, E2M1, Float8Format, Operand, Tile
+from f8sub.kernels import reference
+from f8sub.kernels.triton import support
+
+SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise")
+"""Added over ranks: elements, those that are not 0, those cut off at the largest code, those with code 0 that are not
+0, subnormal codes, sums of squares of the values and of the errors."""
+
+_CUT_OFF = 1.125
+"""How many times its code's value an element is that counts as saturated: a scale that e4m3 stores is off by less."""
+
+MAXIMA = ("amax", "scale_max", "minus_scale_min")
+"""The maximum over ranks is taken of these."""
+
+LOWEST, STEP, BINS = -20.0, 0.5, 168
+"""The histogram of rows' SQNR: dB of its first bin, dB of a bin, number of bins."""
+
+WIDTH = len(SUMS) + BINS
+"""Numbers of one operand that are added."""
+
+LOOKED_AT = 2**21
+"""Elements of a matrix whose errors are looked at, in rows as far apart as that takes; the amax is of all elements.
+
+Without kernels some 200 bytes move for each, which of all of a large matrix would take longer than the products that
+read it.
+"""
+
+_SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14, E2M1: 1.0}
+"""Source: the OCP's formats, and NVFP4's e2m1."""
+
+
+class Measured(NamedTuple):
+    """Of one matrix: float32, (``WIDTH``,) and (``len(MAXIMA)``,), on its device."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+
+def measure(values: torch.Tensor, operand: Operand) -> Measured:
+    """Compare a matrix with its codes, without waiting for the device; see ``add_measured``."""
+    sums = torch.zeros(WIDTH, dtype=torch.float32, device=values.device)
+    maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float32, device=values.device)
+    add_measured(values, operand, sums, maxima)
+    return Measured(sums, maxima)
+
+
+def add_measured(values: torch.Tensor, operand: Operand, sums: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Compare a matrix with its codes, and add what is found to a row of a table, without waiting for the device.
+
+    On a GPU this is five launches at most: most of what a sample costs is launches.
+
+    Args:
+        values: (rows, cols), not empty, in the dtype that was cast.
+        operand: its rowwise operand.
+        sums: float32, (``WIDTH``,); added to in place.
+        maxima: float32, (``len(MAXIMA)``,); each is the larger of before and now.
+    """
+    step, scale_inv = -(-values.numel() // LOOKED_AT), operand.scale_inv.float()
+    if support.takes(values) and has_kernel(operand):
+        with support.device_of(values):
+            for launch in launches_of(
+                values, operand, scale_inv, step, sums, maxima, _constants(operand.format)
+            ):
+                launch.run()
+        return
+    found = _measured(values, operand, scale_inv, step)
+    sums += found.sums
+    torch.maximum(maxima, found.maxima, out=maxima)
+
+
+def _constants(format: Float8Format) -> dict[str, float]:
+    """What the kernels are told of a format and of the numbers' places."""
+    histogram = {"BINS_AT": len(SUMS), "BINS": BINS, "LOWEST": LOWEST, "STEP": STEP}
+    limits = {"CUT_OFF": _CUT_OFF, "SMALLEST_NORMAL": _SMALLEST_NORMAL[format.dtype]}
+    return {"COUNTS": SUMS.index("nonzero"), **histogram, **limits}
+
+
+def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, step: int) -> Measured:
+    """``add_measured`` in plain PyTorch, the specification of the kernels."""
+    amax = torch.linalg.vector_norm(values, torch.inf)
+    if step > 1:
+        values, operand = values[::step], _every(operand, step)
+    exact = values.float()
+    made = reference.dequantize(operand, torch.float32)[:, : exact.shape[1]]
+    codes = _magnitudes(operand)[:, : exact.shape[1]]
+    nonzero, is_zero = exact != 0, codes == 0
+    counted = [
+        nonzero,
+        (codes >= operand.format.max) & (exact.abs() > _CUT_OFF * made.abs()),
+        is_zero & nonzero,
+        (codes < _SMALLEST_NORMAL[operand.format.dtype]) & ~is_zero,
+    ]
+    counts = torch.stack(counted).sum((1, 2), dtype=torch.float32)
+    # Signal and noise of each row.
+    of_rows = torch.stack([exact, made - exact]).square_().sum(2)
+    row_db = 10 * (of_rows[0] / of_rows[1].clamp(min=1e-38)).log10()
+    bins = ((row_db - LOWEST) / STEP).nan_to_num(0.0).clamp(0, BINS - 1).long()
+    histogram = torch.zeros(BINS, dtype=torch.float32, device=exact.device)
+    histogram.scatter_add_(0, bins, (of_rows[0] > 0).float())
+    if operand.global_scale_inv is not None:
+        scale_inv = scale_inv * operand.global_scale_inv
+    count = torch.full((1,), exact.numel(), dtype=torch.float32, device=exact.device)
+    return Measured(
+        torch.cat([count, counts, of_rows.sum(1), histogram]),
+        torch.stack([amax.float(), 1 / scale_inv.amin(), -1 / scale_inv.amax()]),
+    )
+
+
+def _every(operand: Operand, step: int) -> Operand:
+    """A row of so many, with scales of its own."""
+    tile, scale_inv = operand.format.tile, operand.scale_inv
+    if tile.rows not in (1, ALL):
+        rows = (
+            torch.arange(0, len(operand.data), step, dtype=torch.int64, device=scale_inv.device) // tile.rows
+        )
+        scale_inv = scale_inv.view(torch.uint8) if scale_inv.itemsize == 1 else scale_inv
+        scale_inv = scale_inv.index_select(0, rows).view(operand.scale_inv.dtype)
+    elif tile.rows == 1:
+        scale_inv = scale_inv[::step]
+    format = replace(operand.format, tile=Tile(ALL if tile.rows == ALL else 1, tile.cols))
+    return Operand(operand.data[::step], scale_inv, format, operand.global_scale_inv)
+
+
+def _magnitudes(operand: Operand) -> torch.Tensor:
+    """Magnitudes of the codes, float32, (rows, cols): values with scales of 1."""
+    if operand.format.dtype != E2M1:
+        return operand.data.float().abs_()
+    plain = Float8Format(operand.format.dtype, operand.format.tile)
+    ones = torch.ones(operand.scale_inv.shape, dtype=torch.float32, device=operand.data.device)
+    return reference.dequantize(Operand(operand.data, ones, plain), torch.float32).abs()
+
+
+GRADIENT = "gradient"
+"""The role of rows that tell the error of a module's reduced gradients, by ``sqnr`` alone."""
+
+
+class Statistics(NamedTuple):
+    """What is told of one operand of one layer, or of a module's reduced gradients, in one step; NaN is not measured.
+
+    Attributes:
+        step: number of the step.
+        layer: full name.
+        role: "x", "w" or "dy", or "gradient".
+        format: as documentation names it.
+        amax: largest magnitude.
+        rms: root of the mean square.
+        scale_min: the smallest scale of its tiles.
+        scale_max: the largest.
+        saturated: share of elements, not 0, that are cut off at the largest code, by more than an eighth.
+        flushed: share of elements, not 0, whose code is 0.
+        subnormal: share of elements, not 0, whose code is subnormal.
+        sqnr: of the whole matrix, dB.
+        row_sqnr: the median of its rows', dB; to half a dB.
+    """
+
+    step: int
+    layer: str
+    role: str
+    format: str
+    amax: float
+    rms: float
+    scale_min: float
+    scale_max: float
+    saturated: float
+    flushed: float
+    subnormal: float
+    sqnr: float
+    row_sqnr: float
+
+
+def statistics_of(
+    step: int, layer: str, role: str, format: Float8Format, sums: list[float], maxima: list[float]
+) -> Statistics | None:
+    """The statistics of what ranks added; None where no rank had an element."""
+    found = dict(zip(SUMS, sums, strict=False))
+    amax, scale_max, minus_scale_min = maxima
+    if not found["count"]:
+        return None
+    nonzero = max(found["nonzero"], 1.0)
+    return Statistics(
+        step=step,
+        layer=layer,
+        role=role,
+        format=str(format),
+        amax=amax,
+        rms=(found["signal"] / found["count"]) ** 0.5,
+        scale_min=-minus_scale_min,
+        scale_max=scale_max,
+        saturated=found["saturated"] / nonzero,
+        flushed=found["flushed"] / nonzero,
+        subnormal=found["subnormal"] / nonzero,
+        sqnr=decibels(found["signal"], found["noise"]),
+        row_sqnr=_median(sums[len(SUMS) :]),
+    )
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares, in dB."""
+    ratio = torch.tensor(signal / max(noise, 1e-38), dtype=torch.float64, device="cpu")
+    return float(10 * ratio.log10())
+
+
+def _median(histogram: list[float]) -> float:
+    """Middle of the bin that holds the median; NaN of no rows."""
+    left = sum(histogram) / 2
+    for index, count in enumerate(histogram):
+        left -= count
+        if left <= 0 < count:
+            return LOWEST + (index + 0.5) * STEP
+    return float("nan")

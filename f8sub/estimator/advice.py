@@ -1,0 +1,211 @@
+"""What to do with an estimate: which recipe, which layers to skip, which checkpoint policy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from f8sub.convert.layer_kinds import kind_of
+from f8sub.errors import Float8ConfigError
+from f8sub.estimator.experts import by_module, gain_of
+from f8sub.estimator.gpus import Gpu
+from f8sub.estimator.memory import Memory
+from f8sub.estimator.seconds import (
+    NONE,
+    Run,
+    by_product,
+    step_seconds,
+    wire_seconds,
+)
+from f8sub.estimator.shapes import Product, Shapes
+from f8sub.formats import ALL
+from f8sub.recipe import OperandName, Recipe
+
+if TYPE_CHECKING:
+    from f8sub.estimator.estimate import Policy, Prediction
+
+P = TypeVar("P")
+
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+
+FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
+"""Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
+same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
+
+
+def one_of(predictions: Sequence[P], **asked: object) -> P:
+    """The prediction with these values; Float8ConfigError where there is none, which lists those that there are."""
+    for each in predictions:
+        if all(getattr(each, name) == value for name, value in asked.items()):
+            return each
+    there = {name: dict.fromkeys(getattr(each, name) for each in predictions) for name in asked}
+    lists = (f"{name} of {', '.join(map(repr, values))}" for name, values in there.items())
+    words = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+    raise Float8ConfigError(f"this estimate has no prediction with {words}; it has {'; '.join(lists)}")
+
+
+def fits(bytes_of: Memory, gpu: Gpu) -> bool:
+    """Whether a GPU holds it."""
+    return bytes_of.total <= FULL_SHARE * gpu.memory
+
+
+def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) -> Recipe | None:
+    """The recipe to take: of those that are native and nearly as fast as the fastest, the most precise one."""
+    steps = {each.recipe: each.step for each in predictions if each.native}
+    if not steps:
+        return None
+    near = [recipe for recipe in recipes if steps.get(recipe.name, 0) >= max(steps.values()) * (1 - NEAR)]
+    return max(near, key=lambda recipe: (*_precision(recipe), steps[recipe.name]))
+
+
+def _precision(recipe: Recipe) -> tuple[bool, int, int]:
+    """Larger is more precise: scales of the current step; fewer operands in e5m2; scales of fewer elements."""
+    formats = [format for operand in OPERANDS for format in recipe.formats(operand) if format is not None]
+    edges = [edge for format in formats for edge in (format.tile.rows, format.tile.cols)]
+    e5m2 = sum(format.dtype == torch.float8_e5m2 for format in formats)
+    return recipe.delayed is None, -e5m2, -sum(edge == ALL for edge in edges)
+
+
+def advice(
+    shapes: Shapes,
+    recipe: Recipe | None,
+    gpu: Gpu,
+    run: Run,
+    predictions: Sequence[Prediction],
+    policies: Sequence[Policy],
+) -> Iterator[str]:
+    """Sentences, the most important first.
+
+    Args:
+        shapes: the model.
+        recipe: the recommended one.
+        gpu: what they are about.
+        run: how the model is trained.
+        predictions: of that GPU.
+        policies: of that GPU and recipe.
+    """
+    converted = any(product.reason is None for product in shapes.products)
+    if recipe is None or not converted:
+        unconverted = "No layer would be converted, so float8 changes nothing; the reasons are above."
+        yield f"No recipe has native kernels on {gpu.name}: train in bf16." if converted else unconverted
+        return
+    best = next(each for each in predictions if each.recipe == recipe.name)
+    if best.step < LITTLE:
+        yield (
+            f"Float8 {'gains little' if best.step >= 1 else 'loses time'} here: {recipe.name} makes a step "
+            f"{best.step:.2f} times as fast as bf16's, of which {_share(shapes, gpu, run):.0%} are products that would "
+            "be in float8."
+        )
+    else:
+        experts = ", experts=True" if any(p.experts and p.reason is None for p in shapes.products) else ""
+        call = f'f8sub.convert_to_float8(model, recipe="{recipe.name}"{experts})'
+        yield f"{call}: {_why(best, predictions)}."
+    if skip := losing(shapes, recipe, gpu, run):
+        yield f"These layers lose time in float8: skip={skip}"
+    yield from _of_memory(policies, gpu, run)
+    step = step_seconds(shapes, recipe, gpu, run)
+    if step.host > 0:
+        yield (
+            f"The host launches a step in {best.step_seconds * 1e3:.0f} ms or so, by the hosts that were measured, and "
+            f"the GPU waits {step.host / best.step_seconds:.0%} of it. More tokens a GPU help."
+        )
+    exposed = step.exposed / best.step_seconds
+    if exposed > MUCH_EXPOSED:
+        yield (
+            f"Collectives add about {exposed:.0%} to a step, which float8 shortens little: gradients are reduced in "
+            "float32. More tokens a GPU hide them."
+        )
+    yield from _of_experts(shapes, recipe, gpu, run)
+
+
+def _of_experts(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> Iterator[str]:
+    """What float8 gains of each kind of experts by the formula, and of a step, whose gathers it shortens too."""
+    kinds: dict[tuple[str, bool], list[list[Product]]] = defaultdict(list)
+    for module, products in by_module(shapes).items():
+        kinds[kind_of(module), products[0].reason is None].append(products)
+    whole = sum(product.multiplications for product in shapes.products)
+    plain = step_seconds(shapes, None, gpu, run).total
+    for (kind, converted), modules in kinds.items():
+        share = sum(product.multiplications for products in modules for product in products) / whole
+        names = {product.fqn for products in modules for product in products}
+        steps = [
+            plain / step_seconds(_in_float8(shapes, names, reason), recipe, gpu, run).total
+            for reason in (None, "asked for")
+        ]
+        yield (
+            f"Experts have {share:.0%} of the FLOPs and {'are in float8' if converted else 'stay in bf16'} ({kind}): "
+            f"{gain_of(modules[0], recipe, gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's with "
+            f"these experts in float8, {steps[1]:.2f} times without."
+        )
+
+
+def _in_float8(shapes: Shapes, names: set[str], reason: str | None) -> Shapes:
+    """``shapes`` with another reason of the products of these names."""
+    products = (replace(each, reason=reason) if each.fqn in names else each for each in shapes.products)
+    return replace(shapes, products=tuple(products))
+
+
+def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
+    native = [each for each in predictions if each.native and each.recipe != best.recipe]
+    faster = max(native, key=lambda each: each.step, default=None)
+    speed = f"a step {best.step:.2f} times as fast as in bf16"
+    if faster is None or faster.step <= best.step:
+        return f"{speed}, the fastest here"
+    return f"{speed}; {faster.recipe} is less precise and {faster.step:.2f} times as fast"
+
+
+def _share(shapes: Shapes, gpu: Gpu, run: Run) -> float:
+    """Of a step in bf16, the products with weights that would be converted."""
+    times = by_product(shapes, None, gpu, run)
+    converted = {(product.fqn, product.rows) for product in shapes.products if product.reason is None}
+    return sum(times[key] for key in converted) / step_seconds(shapes, None, gpu, run).total
+
+
+def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
+    chosen = next(policy for policy in policies if policy.checkpoint == run.checkpoint)
+    fitting = [policy for policy in policies if policy.fits]
+    if not fitting:
+        yield f"No policy fits in {gpu.name}'s memory: shard over more GPUs, or give each fewer tokens."
+        return
+    fastest = min(fitting, key=lambda policy: policy.float8_seconds)
+    if chosen.fits and fastest.float8_seconds >= chosen.float8_seconds * (1 - NEAR):
+        return
+    what = "No checkpointing" if fastest.checkpoint == NONE else f"Checkpointing '{fastest.checkpoint}'"
+    if chosen.fits:
+        yield f"{what} fits, too, and is {chosen.float8_seconds / fastest.float8_seconds:.2f} times as fast."
+    else:
+        yield f"Checkpointing {chosen.checkpoint!r} does not fit; {what.lower()} does."
+
+
+def losing(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> list[str]:
+    """Patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together.
+
+    Of experts, most of whose bytes FSDP2 gathers, what the gathers save counts, too.
+    """
+    times = [by_product(shapes, each, gpu, run) for each in (None, recipe)]
+    families: dict[str, list[Product]] = defaultdict(list)
+    for product in shapes.products:
+        if product.reason is None:
+            families[product.module if product.experts else product.reads].append(product)
+    found: dict[str, None] = {}
+    for family in families.values():
+        saved = _saved_on_the_wire(family, recipe, gpu, run) if family[0].experts else 0.0
+        losers = [p for p in family if p.shares_x and not p.experts and _gain(times, [p]) < 0]
+        if _gain(times, family) + saved < 0:
+            losers = family
+        found.update(dict.fromkeys(kind_of(product.module) for product in losers))
+    return list(found)
+
+
+def _saved_on_the_wire(products: Sequence[Product], recipe: Recipe, gpu: Gpu, run: Run) -> float:
+    plain, own = (wire_seconds(products, each, gpu, run).total for each in (None, recipe))
+    return plain - own
+
+
+def _gain(times: list[dict[tuple[str, int], float]], products: Sequence[Product]) -> float:
+    bf16, float8 = (sum(each[product.fqn, product.rows] for product in products) for each in times)
+    return bf16 - float8

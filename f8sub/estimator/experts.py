@@ -1,0 +1,147 @@
+"""Whether float8 makes a module of experts faster than bf16, by the sizes of its weights and its tokens."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from f8sub.estimator.gpus import GPUS, H200, Gpu
+from f8sub.estimator.seconds import NONE, Run, linear_seconds
+from f8sub.estimator.shapes import Product, Shapes, expert_products
+from f8sub.recipe import Recipe
+
+LEAST = 1.1
+"""Experts gain where the formula says so many times as fast as bf16: of a measured step it says up to 9 % too much.
+
+The steps are those of docs/experts.md.
+"""
+
+ASSUMED = 2048
+"""Tokens of an expert where that is not known: what one of Mixtral 8x7B's 8 gets of 8192 tokens, each sent to two."""
+
+MANY = 2**17
+"""Tokens of an expert beyond which more of them change nothing: its weights' casts are less than 1 % of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGain:
+    """What float8 gains of the weights of one module of experts, forward and backward, casts included.
+
+    Attributes:
+        recipe: its name.
+        gpu: its name.
+        tokens: that an expert gets in one forward; None where that is not known, and ``speedup`` has ``ASSUMED``.
+        speedup: bf16's time over float8's.
+        enough: the fewest tokens an expert with which ``speedup`` is ``LEAST``; None where no number is enough.
+        enough_gathered: the same where FSDP2 gathers codes, which shards over many ranks are cast to.
+    """
+
+    recipe: str
+    gpu: str
+    tokens: float | None
+    speedup: float
+    enough: int | None
+    enough_gathered: int | None
+
+    @property
+    def gains(self) -> bool:
+        """Whether experts are to be converted."""
+        return self.speedup >= LEAST
+
+    def __str__(self) -> str:
+        number = f"with {_told(ASSUMED if self.tokens is None else self.tokens)}"
+        enough = "no number is enough" if self.enough is None else f"{self.enough:,} are enough"
+        if self.enough_gathered is not None:
+            enough += f", {self.enough_gathered:,} where FSDP2 gathers codes"
+        return (
+            f"{self.recipe} is {self.speedup:.2f} times as fast as bf16 {number}, by the formula for an {self.gpu}; "
+            f"{enough}"
+        )
+
+
+def _told(tokens: float) -> str:
+    return f"{tokens:,.0f} tokens an expert"
+
+
+def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float | None) -> ExpertGain:
+    """What is gained of the weights of one module.
+
+    The formula of docs/experts.md. A weight is cast in every forward, as where FSDP2 gathers it in high precision.
+
+    Args:
+        products: all of its weights.
+        recipe: of the three products.
+        gpu: that they run on.
+        tokens: of one forward, before they are sent to experts; None where that is not known.
+    """
+    share = products[0].uses / products[0].experts
+    each = None if tokens is None else tokens * share
+    whole = [replace(product, uses=product.experts, reason=None) for product in products]
+
+    def speedup(of_each: float, gathered: bool = False) -> float:
+        run = Run(of_each, checkpoint=NONE)
+        times = [
+            sum(linear_seconds(product, r, gpu, run, False, gathered).total for product in whole)
+            for r in (None, recipe)
+        ]
+        return times[0] / times[1]
+
+    enough = _least(speedup), _least(functools.partial(speedup, gathered=True))
+    return ExpertGain(recipe.name, gpu.name, each, speedup(ASSUMED if each is None else each), *enough)
+
+
+def _least(speedup: Callable[[float], float]) -> int | None:
+    """The fewest tokens with which it is ``LEAST``; it grows with them."""
+    if speedup(MANY) < LEAST:
+        return None
+    few, enough = 0, MANY
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        few, enough = (few, middle) if speedup(middle) >= LEAST else (middle, enough)
+    return enough
+
+
+def by_module(shapes: Shapes) -> dict[str, list[Product]]:
+    """The weights of each module of experts by its name."""
+    found: dict[str, list[Product]] = {}
+    for product in shapes.products:
+        if product.experts:
+            found.setdefault(product.module, []).append(product)
+    return found
+
+
+def decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
+    """``shapes`` as ``experts="auto"`` would convert the model with so many tokens of a forward; or as they are."""
+    if not shapes.undecided:
+        return shapes
+    left: dict[str, str] = {}
+    gains: dict[tuple[Product, ...], ExpertGain] = {}
+    for module, products in by_module(shapes).items():
+        alike = tuple(replace(p, fqn="", reads=str(p.shares_x), block=None) for p in products)
+        if alike not in gains:
+            gains[alike] = gain_of(products, recipe, gpu, tokens)
+        if products[0].reason is None and not gains[alike].gains:
+            left[module] = why_left(gains[alike])
+    kept = (
+        replace(each, reason=left[each.module]) if each.module in left else each for each in shapes.products
+    )
+    return replace(shapes, products=tuple(kept), undecided=False)
+
+
+def why_left(gain: ExpertGain) -> str:
+    """The reason of experts that ``experts="auto"`` leaves as they are."""
+    return f'experts="auto" leaves it: {gain}'
+
+
+def of_module(
+    modules: Mapping[str, torch.nn.Module], fqn: str, recipe: Recipe, tokens: int | None
+) -> ExpertGain:
+    """What is gained of a module of a model, on the GPU of this machine, or an H200 where it has none that is known."""
+    return gain_of(expert_products(modules[""], fqn, None), recipe, gpu_here(), tokens)
+
+
+def gpu_here() -> Gpu:
+    """The GPU of this machine by its name, or an H200, whose figures were measured."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((gpu for gpu in GPUS.values() if gpu.name in name), H200)

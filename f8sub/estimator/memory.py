@@ -1,0 +1,152 @@
+"""Bytes of GPU memory at the peak of a training step: weights, optimizer, codes, activations, logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from f8sub.estimator.adapter_memory import FIRST, SECOND, Adapters
+from f8sub.estimator.seconds import (
+    FULL,
+    NONE,
+    Run,
+    code_bytes,
+    last_of,
+    repeats,
+)
+from f8sub.estimator.shapes import Product, Shapes
+from f8sub.recipe import Recipe
+
+EAGER_SAVES, LOGIT_BYTES, LOGIT_BYTES_EAGER, WORKSPACE = 0.88, 4, 10, 0.4e9
+"""Bytes for each element of x and y that transformers' eager code saves besides, which a test counts: a norm 6 for each
+of its elements, SwiGLU 2, less 4 of the residuals that a norm keeps in float32 instead; bytes of a logit at the peak,
+compiled and eager; bytes of cuBLAS and of batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step.
+
+    Attributes:
+        weights: high-precision weights.
+        optimizer: two states of AdamW.
+        codes: float8 codes of weights that are not sharded.
+        activations: what blocks save for backward.
+        transient: what one block or the head has at once, gradients included.
+    """
+
+    weights: float
+    optimizer: float
+    codes: float
+    activations: float
+    transient: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return sum(float(getattr(self, field.name)) for field in fields(self))
+
+
+def memory(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters | None = None) -> Memory:
+    """Of a whole step with AdamW: the peak is where backward begins, or where the last block's ends.
+
+    Of ``adapters`` over a frozen base the dtypes are those of the parameters, and what learns is the adapters.
+    """
+    if adapters is not None:
+        return _of_adapters(shapes, recipe, run, adapters)
+    weights = shapes.parameters / run.shards * run.master_bytes
+    blocks = list(shapes.blocks.values())
+    saved = sum(saved_bytes(products, recipe, run) for products in blocks)
+    logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
+    head = sum(product.elements for product in shapes.outside)
+    at_logits = run.tokens * shapes.logits * logit + head * 2 * run.sharded
+    codes = kept_codes(shapes, recipe, run)
+    at_end = weights + max((in_backward_bytes(products, recipe, run) for products in blocks), default=0.0)
+    transient = max(at_logits, at_end - saved - codes)
+    return Memory(weights, 2 * weights, codes, saved, transient + WORKSPACE)
+
+
+def _of_adapters(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters) -> Memory:
+    """A frozen layer saves no x and has no gradient; adapters save theirs, if their block is not checkpointed."""
+    learning, frozen = adapters.learning / run.shards, adapters.frozen / run.shards
+    products = [p for p in shapes.products if f".{FIRST}." not in p.fqn and f".{SECOND}." not in p.fqn]
+    base = replace(shapes, products=tuple(products))
+    blocks = list(base.blocks.values())
+    if run.checkpoint == NONE:
+        saved = run.tokens * adapters.saved + sum(frozen_bytes(block, run) for block in blocks)
+        again = 0.0
+    else:
+        saved = sum(saved_bytes(block, recipe, run) for block in blocks)
+        again = run.tokens * adapters.saved / max(len(blocks), 1)
+    cast = [p for p in products if p.reason is None and p.fqn not in adapters.codes]
+    codes = kept_codes(replace(base, products=tuple(cast)), recipe, run)
+    logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
+    gathered = 2 * run.sharded
+    of_block = max((frozen_bytes(b, run) + gathered * gathered_bytes(b, recipe) for b in blocks), default=0.0)
+    transient = max(run.tokens * shapes.logits * logit, of_block + again)
+    return Memory(learning + frozen, 2 * learning, codes, saved, learning + transient + WORKSPACE)
+
+
+def frozen_bytes(products: Sequence[Product], run: Run) -> float:
+    """What one block of frozen layers saves for backward: y, or as many bytes of what is made of it, no x."""
+    made = 0.0
+    for product in products:
+        rows = run.tokens * product.uses
+        made += (2 + eager_saves(run)) * rows * product.rows
+        made += 2 * rows * product.cols if product.reads_attention else 0
+    return made
+
+
+def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
+    """Of converted weights that are not sharded; FSDP2's all-gather casts shards into its own memory."""
+    if recipe is None or run.sharded:
+        return 0.0
+    return sum(p.elements * code_bytes(p, recipe) for p in shapes.products if p.reason is None)
+
+
+def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
+    """What one block saves for backward.
+
+    Without checkpointing each x of a layer, as codes where wgrad reads those, and each y, or as many bytes of the
+    residuals that it is added to. A checkpointed block saves its input and attention's result, and y of what it does
+    not repeat.
+    """
+    if run.checkpoint == NONE:
+        return sum(_own_bytes(product, recipe, run) for product in products)
+    entered = 2.0 * run.tokens * (products[0].cols if products else 0)
+    if run.checkpoint == FULL:
+        return entered
+    again = repeats(products, run)
+    again[last_of(products)] = True  # its y is summed into the next block's input, which is counted there
+    made = sum(2 * run.tokens * p.uses * p.rows for p, r in zip(products, again, strict=True) if not r)
+    scores = sum(2 * run.tokens * product.cols for product in products if product.reads_attention)
+    return entered + made + scores
+
+
+def _own_bytes(product: Product, recipe: Recipe | None, run: Run) -> float:
+    rows = run.tokens * product.uses
+    x = 0.0 if product.shares_x else rows * product.cols
+    size = 2.0
+    if recipe is not None and product.reason is None and not product.reads_attention:
+        col = recipe.formats("x")[1]
+        size = 2.0 if col is None else 1 / col.codes_per_byte
+    y = rows * product.rows
+    return x * size + 2 * y + eager_saves(run) * (x + y)
+
+
+def eager_saves(run: Run) -> float:
+    """Bytes for each element of x and y that are saved besides; a kernel for a norm or SwiGLU saves its input alone."""
+    return 0.0 if run.compiled or run.kernels else EAGER_SAVES
+
+
+def gathered_bytes(products: Sequence[Product], recipe: Recipe | None) -> float:
+    """Of the weights of one block."""
+    return sum(product.elements * code_bytes(product, recipe) for product in products)
+
+
+def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
+    """Of one block: what it saved or makes again, its gathered weights and its gradients before they are reduced.
+
+    It is the last one of backward, when no block is left to prefetch.
+    """
+    made_again = sum(_own_bytes(product, recipe, run) for product in products)
+    elements = sum(product.elements for product in products)
+    return made_again + (gathered_bytes(products, recipe) + 6 * elements) * run.sharded

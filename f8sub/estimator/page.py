@@ -1,0 +1,187 @@
+"""An estimate as a page of 80 columns."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from string import ascii_lowercase
+from typing import TYPE_CHECKING
+
+from f8sub.convert.reference_warning import REFERENCE_TIMES_BF16
+
+if TYPE_CHECKING:
+    from f8sub.estimator.estimate import Estimate, LayerGroup
+
+WIDTH, NAME, COUNT, SHAPE, FLOPS, RATIO, MOST_LETTERS = 80, 22, 6, 13, 7, 5, 6
+"""Columns: of the page, and in it of names, counts, shapes, shares and ratios; how many recipes have their own."""
+
+MOST_ROWS = 16
+"""Kinds of layers that a page shows, those of most FLOPs; ``as_dict`` has all."""
+
+GIB, GB = 2**30, 1e9
+
+_PEFTS = re.compile(r"\.base_layer$|(?<=\.lora_[AB])\.\w+$")
+"""What PEFT puts behind the names of layers."""
+
+
+def page(estimate: Estimate) -> str:
+    """The whole page."""
+    todo = ["What to do", *_bullets(estimate.advice)]
+    if all(group.reason is not None for group in estimate.groups):  # float8 would change no figure
+        sections = [_head(estimate), _layers(estimate, {}), todo]
+    else:
+        letters = _letters(estimate)
+        sections = [_head(estimate), _steps(estimate, letters), _layers(estimate, letters)]
+        sections += [_memory(estimate), _wire(estimate), todo]
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _letters(estimate: Estimate) -> dict[str, str]:
+    """A letter for each recipe that has kernels on the first GPU."""
+    first = [each for each in estimate.predictions if each.gpu == estimate.gpus[0].name and each.native]
+    fastest = sorted(first, key=lambda each: -each.step)[:MOST_LETTERS]
+    return dict(zip((each.recipe for each in fastest), ascii_lowercase, strict=False))
+
+
+def _head(estimate: Estimate) -> list[str]:
+    run, shapes = estimate.run, estimate.shapes
+    converted = [product for product in shapes.products if product.reason is None]
+    share = sum(group.flops_share for group in estimate.groups if group.reason is None)
+    experts = len({product.module for product in converted if product.experts})
+    and_experts = f" and {experts} modules of experts" if experts else ""
+    mesh = f"{run.shards} GPUs share the weights (fully_shard)"
+    if run.replicas > 1:
+        mesh = f"{run.replicas} copies of the weights on {run.shards} GPUs each (HSDP)"
+    learn = "" if shapes.learning == shapes.parameters else f", of which {_count(shapes.learning)} learn"
+    model = (
+        f"{estimate.title}: {_count(shapes.parameters)} parameters{learn}, {len(shapes.blocks)} blocks. A step trains "
+        f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
+    )
+    covered = (
+        f"{sum(not product.experts for product in converted)} linear layers{and_experts} in float8: {share:.1%} of "
+        "the FLOPs of products with weights (attention scores are none)."
+    )
+    return [*_wrapped(model), *_wrapped(covered)]
+
+
+def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
+    names = list(dict.fromkeys(each.recipe for each in estimate.predictions))
+    names.sort(key=lambda name: letters.get(name, "~"))
+    gpus = estimate.gpus
+    mark = {gpu.name: "" if gpu.measured else "*" for gpu in gpus}
+    lines = [
+        "Predicted speed, as a multiple of bf16's, of all blocks and of a whole step",
+        f"  {'':<24}" + "".join(f"{gpu.name + mark[gpu.name]:>13}" for gpu in gpus),
+        f"  {'recipe':<24}" + "".join(f"{'blocks':>7}{'step':>6}" for _ in gpus),
+    ]
+    for name in names:
+        cells = ""
+        for gpu in gpus:
+            found = estimate.of(gpu.name, name)
+            own = (found.blocks, found.step) if found.native else (None, None)
+            cells += f"{_ratio(own[0]):>7}{_ratio(own[1]):>6}"
+        lines.append(f"  {letters.get(name, ' ')}  {name:<21}{cells}".rstrip())
+    notes = []
+    if any(gpu.measured for gpu in gpus):
+        shown = ", ".join(gpu.name for gpu in gpus if gpu.measured)
+        notes.append(
+            f"{shown}: fitted to measured runs of Llamas, nearly all within 10 %. All are of compiled blocks."
+        )
+    others: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if not gpu.measured:
+            others.setdefault(gpu.source, []).append(gpu.name)
+    notes += [f"* {', '.join(own)}: {source}." for source, own in others.items()]
+    if any(not each.native for each in estimate.predictions):
+        times = REFERENCE_TIMES_BF16
+        notes.append(f"-: no native kernel; the reference backend is about {times} times slower than bf16.")
+    return [*lines, *(line for note in notes for line in _wrapped(note, "  "))]
+
+
+def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
+    first = estimate.gpus[0].name
+    columns = {name: estimate.of(first, name).groups for name in letters}
+    head = "".join(f"{letter:>{RATIO}}" for letter in letters.values())
+    speeds = f"; speed on {first}, recipes by letter" if letters else ""
+    lines = [
+        f"Layers: share of all products with weights{speeds}",
+        f"  {'':<{NAME}}{'layers':>{COUNT}}{'N x K':>{SHAPE}}{'share':>{FLOPS}}{head}".rstrip(),
+    ]
+    ranked = sorted(range(len(estimate.groups)), key=lambda i: -estimate.groups[i].flops_share)[:MOST_ROWS]
+    titles: dict[str, list[str]] = {}
+    for i, group in sorted(enumerate(estimate.groups), key=lambda pair: pair[1].reason is not None):
+        title = "in float8" if group.reason is None else f"in bf16: {group.reason}"
+        if i in ranked:
+            cells = "".join(f"{_ratio(own[i]):>{RATIO}}" for own in columns.values())
+            row = _row(group) + (cells if group.reason is None else "")
+            titles.setdefault(title, []).append(row.rstrip())
+    for title, rows in titles.items():
+        lines += [*_wrapped(title, ""), *rows]
+    if len(ranked) < len(estimate.groups):
+        lines.append(f"  and {len(estimate.groups) - len(ranked)} kinds of smaller layers: --json has them")
+    if estimate.shapes.not_counted:
+        lines += _wrapped(f"not counted: {', '.join(estimate.shapes.not_counted)}", "  ")
+    return lines
+
+
+def _row(group: LayerGroup) -> str:
+    name = group.name
+    for prefix in ("base_model.model.", "model.layers.*.", "layers.*."):
+        name = name.removeprefix(prefix)
+    name = _PEFTS.sub("", name)
+    name = name if len(name) <= NAME else f"..{name[2 - NAME :]}"
+    shape = "{}x{}".format(*group.shape)
+    return f"  {name:<{NAME}}{group.count:>{COUNT}}{shape:>{SHAPE}}{group.flops_share:>{FLOPS}.1%}"
+
+
+def _memory(estimate: Estimate) -> list[str]:
+    gpu = estimate.gpus[0]
+    lines = [
+        f"Memory and speed of one {gpu.name} by checkpoint policy, in {estimate.recipe or 'bf16'} and bf16",
+        f"  {'':<14}{'bf16 GiB':>10}{'float8 GiB':>12}{'bf16 tok/s':>13}{'float8 tok/s':>14}",
+    ]
+    for policy in estimate.policies:
+        bytes_of = [each.total / GIB for each in (policy.bf16, policy.float8)]
+        speeds = [estimate.run.tokens / each for each in (policy.bf16_seconds, policy.float8_seconds)]
+        note = "" if policy.fits else f"  over {gpu.memory / GIB:.0f} GiB"
+        lines.append(
+            f"  {policy.checkpoint:<14}{bytes_of[0]:>10.1f}{bytes_of[1]:>12.1f}{speeds[0]:>13,.0f}{speeds[1]:>14,.0f}"
+            + note
+        )
+    return lines
+
+
+def _wire(estimate: Estimate) -> list[str]:
+    plain, own = estimate.wire_bf16, estimate.wire
+    lines = [
+        "Bytes on the wire, a step and GPU",
+        f"  {'all-gathers of weights':<34}{own.gathered / GB:>9.2f} GB   in bf16 {plain.gathered / GB:.2f} GB",
+        f"  {'reduce-scatters of gradients':<34}{own.reduced / GB:>9.2f} GB   float32, the same in bf16",
+    ]
+    if own.replicated:
+        between = "all-reduces between replicas"
+        lines.append(f"  {between:<34}{own.replicated / GB:>9.2f} GB   the same in bf16")
+    lines.append(f"  {'the all-reduce of amaxes':<34}{own.amaxes / 1e6:>9.3f} MB")
+    return lines
+
+
+def _bullets(sentences: Iterable[str]) -> Iterator[str]:
+    for sentence in sentences:
+        yield from _wrapped(sentence, "  - ", "    ")
+
+
+def _wrapped(text: str, first: str = "", others: str = "  ") -> list[str]:
+    wrapper = textwrap.TextWrapper(WIDTH, first, others, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _count(parameters: int) -> str:
+    for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if parameters >= size:
+            return f"{parameters / size:.3g}{word}"
+    return f"{parameters:,}"

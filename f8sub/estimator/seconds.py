@@ -1,0 +1,403 @@
+"""Seconds of a training step on one GPU, part by part, from shapes.
+
+A product takes its FLOPs at the rate of its kind, or its bytes at a copy's speed, whichever is longer. A cast takes its
+bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work, FSDP2's
+copies and collectives, the loss and the optimizer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from f8sub.estimator.gpus import (
+    FP4,
+    H200,
+    MX,
+    ROWS,
+    SQUARES,
+    VECTORS,
+    WHOLE,
+    Gpu,
+    kind_of_tiles,
+)
+from f8sub.estimator.products import by_expert_seconds, over_tokens_seconds
+from f8sub.estimator.shapes import HEAD_SIZE, Product, Shapes
+from f8sub.formats import Float8Format
+from f8sub.kernels.grouped.gemm import is_one_by_one
+from f8sub.kernels.grouped.weights import stored_format
+from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
+from f8sub.recipe import GemmSpec, Recipe
+
+GAP, CAST_GAP = 5e-6, 9e-6
+"""Seconds that a product, and a launch of a cast, take besides: ramps, tails, atomics. The host is ahead."""
+
+ELEMENTWISE, ELEMENTWISE_EAGER, ELEMENTWISE_KERNELS, REPEATED_ELEMENTWISE = 8.5, 32, 18, 1 / 3
+"""Bytes moved for each element of a layer's x and y: compiled, eager, and eager with a kernel for each norm and SwiGLU;
+the share that a repeated forward adds.
+
+By the tensors that they read and write, transformers' operators move 106 bytes an element of a norm and 28 of SwiGLU,
+forward and backward, kernels such as Liger-Kernel's 10 and 16. That is 14 fewer an element of a Llama's x and y.
+"""
+
+LOGIT_BYTES, LOGIT_BYTES_EAGER = 24, 64
+"""Bytes that a loss moves for each logit, forward and backward, compiled and eager."""
+
+ADAMW, CLIPPING = 7, 3
+"""Times a parameter's bytes that are moved. Fused AdamW reads parameter, gradient and two states, and writes three.
+Clipping reads gradients for their norm, and reads and writes them for their scale."""
+
+COPY_IN = 12
+"""Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed."""
+
+GATHERS, REDUCTIONS = 0.05, 0.45
+"""Share of the time of all-gathers, and of the float32 reduce-scatters, that the step is longer for."""
+
+ATTENTION_PASSES = 3.5
+"""Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
+
+ROUTED = 52
+"""Bytes that an element of a token takes to its expert and back. Qwen3-30B-A3B had 66 in bf16, 40 in float8."""
+
+EXPONENTIALS = 3.9e12
+"""A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
+in backward, whatever the size of its head, so that small heads are slower a FLOP."""
+
+HOST, HOST_BF16 = 0.0102, 0.0093
+"""Seconds of the host for a compiled block, which a step cannot be shorter than: ``scripts/bench/host_time.py``, where
+bf16 had 8.6 and 10.1 ms."""
+
+NONE, SELECTIVE, GEMMS, FULL = "none", "selective", "gemms", "full"
+CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
+"""What a checkpointed block makes again in backward: nothing; of products of one shape every second; no product; all.
+
+``SELECTIVE`` and ``GEMMS`` are ``checkpoint_policy("bf16")`` and ``("gemms")``; torchtitan's selective policy repeats
+as much as the first.
+"""
+
+
+class Cast(NamedTuple):
+    """What casts cost by usage: bytes an element of bf16, share of a copy's speed, launches."""
+
+    both: tuple[float, float, int]
+    row: tuple[float, float, int]
+    col: tuple[float, float, int]
+
+
+CASTS = {
+    WHOLE: Cast((6, 0.94, 2), (5, 0.97, 2), (5, 0.96, 2)),
+    ROWS: Cast((6, 0.86, 2), (3, 0.89, 1), (5, 0.92, 2)),
+    VECTORS: Cast((4, 0.88, 1), (3, 0.86, 1), (3, 0.90, 1)),
+    SQUARES: Cast((4, 0.81, 1), (3, 0.78, 1), (3, 0.78, 1)),
+    MX: Cast((4, 0.08, 2), (3, 0.08, 1), (3, 0.08, 1)),
+    FP4: Cast((3, 0.08, 2), (2.5, 0.08, 1), (2.5, 0.08, 1)),
+}
+"""Source: docs, "Quantizers on a GPU"; 1x32 and 1x16, for which f8sub has no kernels, have Inductor's for blocks."""
+
+PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))  # with scales that are known beforehand
+
+PLAIN = CASTS[MX]
+"""Of experts' tokens with such scales, which no kernel casts: not measured, so taken as slow as other plain casts."""
+
+DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
+"""The same of gathered codes that become columnwise: those that are re-scaled, and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a model is trained.
+
+    Attributes:
+        tokens: of one GPU in a step.
+        sequence: tokens that attend to each other.
+        shards: GPUs that share one copy of the weights.
+        replicas: copies of the weights.
+        checkpoint: one of ``CHECKPOINTS``.
+        compiled: by ``torch.compile``, block by block.
+        sharded: by ``fully_shard``, a block a group; else the weights stay on one GPU, in bf16.
+        kernels: whether eager norms and activations are a kernel each, such as Liger-Kernel's.
+        clipped: whether gradients are clipped by their norm.
+    """
+
+    tokens: float = 8192
+    sequence: int = 8192
+    shards: int = 8
+    replicas: int = 1
+    checkpoint: str = SELECTIVE
+    compiled: bool = True
+    sharded: bool = True
+    kernels: bool = False
+    clipped: bool = True
+
+    @property
+    def master_bytes(self) -> int:
+        """Of a parameter."""
+        return 4 if self.sharded else 2
+
+    @property
+    def optimizer_passes(self) -> int:
+        """Times a parameter's bytes that clipping and AdamW move."""
+        return ADAMW + CLIPPING * self.clipped
+
+    @property
+    def elementwise(self) -> float:
+        """Bytes moved for each element of a layer's x and y."""
+        eager = ELEMENTWISE_KERNELS if self.kernels else ELEMENTWISE_EAGER
+        return ELEMENTWISE if self.compiled else eager
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Of a step, or a part of it.
+
+    Attributes:
+        gemms: products with weights.
+        casts: to float8, and the weights' transposition.
+        attention: scores and their products with values.
+        elementwise: norms, activations, residuals.
+        copies: FSDP2's casts and copies into and out of buffers.
+        exposed: what collectives add.
+        loss: softmax and cross entropy.
+        optimizer: clipping and AdamW.
+        host: what the GPU waits for the host.
+    """
+
+    gemms: float = 0.0
+    casts: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    copies: float = 0.0
+    exposed: float = 0.0
+    loss: float = 0.0
+    optimizer: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return sum(float(getattr(self, name)) for name in self.__slots__)
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+def linear_seconds(
+    product: Product, recipe: Recipe | None, gpu: Gpu, run: Run, repeated: bool = False, gathered: bool = True
+) -> Seconds:
+    """Of one weight's three products and what they are cast from.
+
+    Args:
+        product: the weight; ``recipe`` is for those that are converted.
+        recipe: None for bf16.
+        gpu: where.
+        run: how.
+        repeated: whether backward makes y again.
+        gathered: whether the weight comes as float8 codes.
+    """
+    used = recipe if product.reason is None else None
+    if used is not None and product.experts and is_one_by_one(used):
+        used = None  # which a GPU has no grouped products for
+    rows = run.tokens * product.uses
+    fprop, dgrad, wgrad = _gemms(product, used, rows, gpu)
+    gemms = fprop * (2 if repeated else 1) + dgrad + (0.0 if product.frozen else wgrad)
+    if used is None:
+        return Seconds(gemms)
+    n, k = product.rows, product.cols
+    prior = PRIOR if used.delayed is not None and not run.compiled else None
+    own = PLAIN if used.delayed is not None and product.experts else prior
+    (x_row, x_col), (dy_row, dy_col) = used.formats("x"), used.formats("dy")
+    if product.frozen:  # columns are wgrad's
+        x_col = dy_col = None
+    casts = 0.0
+    if not product.shares_x:
+        casts += _cast(x_row, x_col, rows * k, gpu, own)
+        if run.checkpoint != NONE:
+            casts += _cast(x_row if repeated else None, x_col, rows * k, gpu, own)
+    casts += _cast(dy_row, dy_col, rows * n, gpu, own)
+    gathered = gathered and wire_format(product, used) is not None
+    casts += _weight_casts(used, product.elements, gpu, prior, gathered)
+    return Seconds(gemms, casts)
+
+
+def _gemms(product: Product, recipe: Recipe | None, rows: float, gpu: Gpu) -> tuple[float, float, float]:
+    """Seconds of fprop, dgrad and wgrad of so many rows of x."""
+    n, k, experts = product.rows, product.cols, product.experts
+    specs = (HIGH_GEMM,) * 3 if recipe is None else (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    if not experts:
+        return (
+            gemm_seconds(specs[0], rows, k, n, gpu),
+            gemm_seconds(specs[1], rows, n, k, gpu),
+            gemm_seconds(specs[2], n, rows, k, gpu),
+        )
+    return (
+        GAP + by_expert_seconds(specs[0], rows, k, n, experts, gpu),
+        GAP + by_expert_seconds(specs[1], rows, n, k, experts, gpu),
+        GAP + over_tokens_seconds(specs[2], rows, n, k, experts, gpu),
+    )
+
+
+def fprop_seconds(product: Product, recipe: Recipe | None, run: Run, gpu: Gpu) -> float:
+    """Of one forward's product with a weight."""
+    used = recipe if product.reason is None else None
+    return _gemms(product, used, run.tokens * product.uses, gpu)[0]
+
+
+def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> float:
+    """Of one product, (m, k) by (n, k), to bf16: it reads while it multiplies, and then writes."""
+    size = [2.0 if operand is None else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)]
+    read = m * k * size[0] + n * k * size[1]
+    return max(2 * m * n * k / gpu.rate(spec), read / gpu.copy) + 2 * m * n / gpu.copy + GAP
+
+
+def _cast(
+    row: Float8Format | None, col: Float8Format | None, elements: float, gpu: Gpu, own: Cast | None
+) -> float:
+    format = row or col
+    if format is None:
+        return 0.0
+    table = own or CASTS.get(kind_of_tiles(format), CASTS[MX])
+    usage = table.both if row is not None and col is not None else table.row if row is not None else table.col
+    return _moved(usage, elements, gpu)
+
+
+def _moved(cost: tuple[float, float, int], elements: float, gpu: Gpu) -> float:
+    bytes_each, share, launches = cost
+    return elements * bytes_each / (gpu.copy * share) + launches * CAST_GAP
+
+
+def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: Cast | None, gathered: bool) -> float:
+    row, col = recipe.formats("w")
+    made = 0.0 if gathered and row is not None else _cast(row, None, elements, gpu, prior)
+    if row is None or col is None:
+        return made + _cast(None, col, elements, gpu, prior)
+    return made + _moved(DERIVED.get(kind_of_tiles(row), TRANSPOSED), elements, gpu)
+
+
+def repeats(products: Sequence[Product], run: Run) -> list[bool]:
+    """Which products of one block backward makes again."""
+    if run.checkpoint in (NONE, GEMMS):
+        return [False] * len(products)
+    last = last_of(products)
+    if run.checkpoint == FULL:
+        return [i != last for i in range(len(products))]
+    met: Counter[tuple[int, int]] = Counter()
+    found = []
+    for i, product in enumerate(products):
+        met[product.rows, product.cols] += 1
+        found.append(met[product.rows, product.cols] % 2 == 0 and i != last)
+    return found
+
+
+def last_of(products: Sequence[Product]) -> int:
+    """Which is the product whose y nothing in the block reads: the last one that has its x for itself."""
+    readers = Counter(product.reads for product in products)
+    alone = [i for i, product in enumerate(products) if readers[product.reads] == 1]
+    return alone[-1] if alone else len(products) - 1
+
+
+def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
+    """Of one numbered block, forward and backward, its gradients' reduction included."""
+    found = Seconds()
+    for product, again in zip(products, repeats(products, run), strict=True):
+        found += linear_seconds(product, recipe, gpu, run, again, run.sharded)
+    passes = ATTENTION_PASSES + (1 if run.checkpoint == FULL else 0)
+    attention = sum(passes * attention_seconds(p, gpu, run) for p in products if p.reads_attention)
+    touched = sum(p.uses * (p.rows + (0 if p.shares_x else p.cols)) for p in products)
+    each = run.elementwise
+    each *= 1 if run.checkpoint == NONE else 1 + REPEATED_ELEMENTWISE
+    elementwise = run.tokens * touched * each / gpu.copy
+    if first := next((p for p in products if p.experts), None):
+        elementwise += run.tokens * first.uses * first.cols * ROUTED / gpu.copy
+    found += Seconds(attention=attention, elementwise=elementwise)
+    return found + wire_seconds(products, recipe, gpu, run)
+
+
+def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
+    """Of one forward, or as much of backward, of the attention that a layer reads."""
+    scores = run.tokens * run.sequence / 2 * product.cols / product.head
+    flops = 4 * product.head / gpu.attention
+    # A GPU's rate is that of heads of HEAD_SIZE, whose exponentials it includes.
+    exponentials = 2 / ATTENTION_PASSES / EXPONENTIALS * H200.attention / gpu.attention
+    return scores * (flops + exponentials * (1 - product.head / HEAD_SIZE))
+
+
+def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
+    """The format of the codes in which a weight is gathered, as it is stored; None where that is in high precision."""
+    if recipe is None or product.reason is not None or None in recipe.formats("w"):
+        return None
+    row = recipe.formats("w")[0]
+    if row is None or not product.experts:
+        return row
+    return stored_format(row, product.stored[0] // product.experts, product.transposed)
+
+
+def code_bytes(product: Product, recipe: Recipe | None) -> float:
+    """Bytes an element of a gathered weight, scales aside."""
+    format = wire_format(product, recipe)
+    return 2.0 if format is None else 1 / format.codes_per_byte
+
+
+def wire_seconds(
+    products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run, passes: int = 2
+) -> Seconds:
+    """Of FSDP2's copies of some weights, and of what their collectives add."""
+    if not run.sharded:
+        return Seconds()
+    copies = comm = 0.0
+    for product in products:
+        code = code_bytes(product, recipe)
+        whole, shard = product.elements, product.elements / run.shards
+        copies += whole * passes * 2 * code + shard * (4 + code + passes * 2 * code)
+        copies += shard * 4 if code < 2 else 0
+        link = gpu.link if run.shards <= 8 else gpu.network
+        comm += (whole - shard) * passes * code * GATHERS / link
+        if product.frozen:
+            continue
+        copies += whole * COPY_IN + shard * 8
+        comm += (whole - shard) * 4 * REDUCTIONS / link
+        comm += REDUCTIONS * 8 * shard * (run.replicas - 1) / run.replicas / gpu.network
+    return Seconds(copies=copies / gpu.copy, exposed=comm)
+
+
+def rest_of(shapes: Shapes) -> tuple[Product, Product]:
+    """What is gathered and multiplies nothing: the parameters that learn, and those that do not."""
+    learning = Product(
+        "", 0, 0, 0, shapes.other_parameters - shapes.other_frozen, "no product", "", False, None
+    )
+    return learning, replace(learning, elements=shapes.other_frozen, frozen=True)
+
+
+def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
+    """Of a whole step: blocks, what is outside of them, loss and AdamW."""
+    found = Seconds()
+    for products in shapes.blocks.values():
+        found += block_seconds(products, recipe, gpu, run)
+    for product in shapes.outside:
+        found += linear_seconds(product, recipe, gpu, replace(run, checkpoint=NONE), False, run.sharded)
+    found += wire_seconds([*shapes.outside, *rest_of(shapes)], recipe, gpu, run, passes=1)
+    logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
+    loss = run.tokens * shapes.logits * logit / gpu.copy
+    state = shapes.learning / run.shards * run.master_bytes * run.optimizer_passes
+    found += Seconds(loss=loss, optimizer=state / gpu.copy)
+    if not (run.compiled and run.sharded):
+        return found
+    host = sum(_host_seconds(products, recipe, run) for products in shapes.blocks.values())
+    return found + Seconds(host=max(0.0, host - found.total))
+
+
+def _host_seconds(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
+    """Of a block: layers that stay in bf16 are launched as in bf16."""
+    converted = 0 if recipe is None else sum(product.reason is None for product in products)
+    return HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
+
+
+def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:
+    """Seconds of each weight's products and casts, by its name and N."""
+    found: dict[tuple[str, int], float] = {}
+    outside = shapes.outside
+    for products in (*shapes.blocks.values(), outside):
+        again = [False] * len(products) if products is outside else repeats(products, run)
+        for product, repeated in zip(products, again, strict=True):
+            time = linear_seconds(product, recipe, gpu, run, repeated, run.sharded).total
+            found[product.fqn, product.rows] = found.get((product.fqn, product.rows), 0.0) + time
+    return found

@@ -1,0 +1,126 @@
+"""Where modules of experts multiply, and how each is found: transformers', torchtitan's, and users' own."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.experts.grouped_linear import grouped_linear, local_part
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Seam:
+    """How a module of experts comes to multiply in float8.
+
+    Attributes:
+        forward: what runs in place of its own forward, with the module as the first argument; None where its own
+            calls ``grouped_linear``, or a method ``_grouped_mm`` that multiplies.
+        weights: names of the weights; None for all of its parameters of three dimensions.
+        transposed: whether they are stored as (E, K, N).
+    """
+
+    forward: Forward | None = None
+    weights: tuple[str, ...] | None = None
+    transposed: bool = False
+
+    def weights_of(self, module: torch.nn.Module) -> dict[str, bool]:
+        """The names of a module's weights, and whether each is stored transposed."""
+        own = dict(module.named_parameters(recurse=False))
+        names = self.weights or [name for name, parameter in own.items() if parameter.dim() == 3]
+        return dict.fromkeys(names, self.transposed)
+
+
+_registered: dict[type[torch.nn.Module], Seam] = {}
+
+
+def register_experts(
+    cls: type[torch.nn.Module],
+    *,
+    weights: str | Collection[str] | None = None,
+    transposed: bool = False,
+    forward: Forward | None = None,
+) -> None:
+    """Have ``convert_to_float8(model, experts=True)`` convert modules of a class, and of its subclasses.
+
+    Their forward calls ``grouped_linear`` without a recipe, which is in high precision until they are converted. One of
+    a converted module that calls none, though it has tokens, is a Float8ConfigError.
+
+    Args:
+        cls: the class.
+        weights: names of its parameters that are (E, N, K), one matrix an expert, or one name; None for all of three
+            dimensions.
+        transposed: whether they are stored as (E, K, N) and handed to ``grouped_linear`` with ``transposed=True``.
+        forward: runs in place of the class's own, with the module as the first argument; None for its own.
+
+    Raises:
+        Float8ConfigError: no class of modules.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        raise Float8ConfigError(f"register_experts takes a class of modules, got {cls!r}")
+    names = (weights,) if isinstance(weights, str) else weights
+    _registered[cls] = Seam(forward, None if names is None else tuple(names), transposed)
+
+
+def seam_of(module: torch.nn.Module) -> Seam | None:
+    """The seam of a module; None where it is no module of experts that is known."""
+    for cls in type(module).__mro__:
+        if cls in _registered:
+            return _registered[cls]
+    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
+        weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        return Seam(routed, weights, transposed=bool(module.is_transposed))
+    if stacked and callable(getattr(module, "_grouped_mm", None)):
+        return Seam()
+    return None
+
+
+def calls_grouped_linear(module: torch.nn.Module) -> bool:
+    """Whether the own forward of a module of experts multiplies by ``grouped_linear``, converted or not."""
+    seam = next((_registered[cls] for cls in type(module).__mro__ if cls in _registered), None)
+    return seam is not None and seam.forward is None
+
+
+_OF_TRANSFORMERS = ("is_transposed", "has_gate", "has_bias", "num_experts", "_apply_gate")
+"""What ``use_experts_implementation`` of transformers 5 gives to each of its modules of experts."""
+
+
+def routed(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The forward of experts of transformers 5: sort tokens by expert, multiply, gate, multiply, and put together.
+
+    Whatever implementation the config asks for. Experts of other ranks have numbers past the last one.
+    """
+    tokens, top_k = top_k_index.shape
+    order = top_k_index.flatten().argsort(stable=True)
+    expert = top_k_index.flatten()[order]
+    experts = local_part(module.down_proj).shape[0]
+    is_here, known = expert < experts, expert.clamp(max=experts - 1)
+    counts = torch.zeros(experts, dtype=torch.int32, device=expert.device)
+    ends = counts.scatter_add_(0, known.long(), is_here.int()).cumsum(0)
+    x = hidden_states[order // top_k]
+
+    def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
+        y = grouped_linear(x, getattr(module, name), ends, transposed=module.is_transposed)
+        if not module.has_bias:
+            return y
+        # In float32, so that the tokens' gradients are summed in that.
+        return (y + local_part(getattr(module, f"{name}_bias")).float()[known]).to(y.dtype)
+
+    if module.has_gate:
+        h = module._apply_gate(multiplied("gate_up_proj", x))
+    else:
+        h = module.act_fn(multiplied("up_proj", x))
+    y = multiplied("down_proj", h)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
+    y = torch.where(is_here[:, None], y * top_k_weights.flatten()[order][:, None], 0)
+    back = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
+    )
+    return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)

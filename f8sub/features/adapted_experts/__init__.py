@@ -1,1 +1,0 @@
-"""Adapters over experts: PEFT's, multiplied beside a weight's codes, in high precision."""

@@ -1,1 +1,0 @@
-"""Recipe contexts: another recipe, or none, for the forwards inside them."""

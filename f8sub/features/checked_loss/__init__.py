@@ -1,1 +1,0 @@
-"""What a user's `loss_of` returned: a loss that backward starts from, or an error."""

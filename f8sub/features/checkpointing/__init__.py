@@ -1,1 +1,0 @@
-"""Activation checkpointing: ``checkpoint_policy``, and float8 as a policy sees it."""

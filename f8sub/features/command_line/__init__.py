@@ -1,1 +1,0 @@
-"""The command line: ``python -m f8sub COMMAND``."""

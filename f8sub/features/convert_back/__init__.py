@@ -1,1 +1,0 @@
-"""Converted models back to plain ones: ``convert_from_float8``."""

@@ -1,1 +1,0 @@
-"""Delayed scaling: scales of the amaxes of earlier steps."""

@@ -1,1 +1,0 @@
-"""The recipe `delayed`: TransformerEngine's parameters of delayed scaling, and what they mean here."""

@@ -1,1 +1,0 @@
-"""The command ``doctor``: what of f8sub works on this machine, proved by running it."""

@@ -1,1 +1,0 @@
-"""Casts of experts' operands with scales that were made before: one an expert."""

@@ -1,1 +1,0 @@
-"""What multiplies experts' operands: backends of grouped products, and the plan that binds a recipe to them."""

@@ -1,1 +1,0 @@
-"""What the ranks of a group say to each other, as JSON."""

@@ -1,1 +1,0 @@
-"""Gradients at one byte an element on FSDP2's wire, added in float32."""

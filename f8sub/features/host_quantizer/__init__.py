@@ -1,1 +1,0 @@
-"""A quantizer for eager code on CPUs, whose scales are made on the host."""

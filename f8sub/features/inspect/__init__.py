@@ -1,1 +1,0 @@
-"""The command ``inspect`` and ``f8sub.estimate``: what float8 would gain of a model, on one page."""

@@ -1,1 +1,0 @@
-"""Names that stand for several layers of a stack of equal blocks."""

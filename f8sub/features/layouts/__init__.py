@@ -1,1 +1,0 @@
-"""How inference engines name, shape and describe float8 weights on disk."""

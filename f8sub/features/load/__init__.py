@@ -1,1 +1,0 @@
-"""Reading checkpoints: float8 ones into frozen codes and masters."""

@@ -1,1 +1,0 @@
-"""Monitor: what float8 does to each layer, measured in one step of every N."""

@@ -1,1 +1,0 @@
-"""Rows of a ``Monitor`` for the products of experts."""

@@ -1,1 +1,0 @@
-"""NaN and infinity in weights that no exchange covers."""

@@ -1,1 +1,0 @@
-"""A hook that calls `precompute_scales` after every step of an optimizer."""

@@ -1,1 +1,0 @@
-"""DistributedDataParallel: what replicas of a layer share besides their gradients."""

@@ -1,1 +1,0 @@
-"""Experts in what `find_nonfinite` searches."""

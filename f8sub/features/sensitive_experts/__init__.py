@@ -1,1 +1,0 @@
-"""Experts in what `sensitivity` looks at."""

@@ -1,1 +1,0 @@
-"""Sensitivity: which layers float8 hurts most, from one forward and backward."""

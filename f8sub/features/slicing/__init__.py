@@ -1,1 +1,0 @@
-"""Parts of a ``Float8Tensor`` without quantizing anew: ``split``, ``cat``, indexing."""

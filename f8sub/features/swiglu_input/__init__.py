@@ -1,1 +1,0 @@
-"""SwiGLU's gate and up at one byte an element."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism: one layer's GEMMs over ranks that have a part of its weight each."""

@@ -1,1 +1,0 @@
-"""Tokens of experts at one byte an element between expert-parallel ranks."""

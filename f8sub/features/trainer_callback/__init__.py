@@ -1,1 +1,0 @@
-"""Scales after each step of the Trainer of transformers."""

@@ -1,0 +1,207 @@
+"""The reduce-scatter of one FSDP module's gradients: bytes exchanged, sums in float32.
+
+[Note] FSDP2 asks a reduce-scatter for a flat buffer, copies the gradients into it (``fsdp::chunk_cat``), asks for the
+output, and has the one reduced into the other. The buffer here is a tensor subclass without storage: the copy
+dispatches to it and becomes the cast, so no flat copy of the gradients in high precision is ever made. The shapes are
+those of each call, because gradients that a backward pass does not make are not in its list.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from f8sub.errors import Float8ConfigError
+from f8sub.gradients.fsdp import factor_of
+from f8sub.gradients.layout import (
+    Chunk,
+    Layout,
+    chunk_size,
+    layout_of,
+)
+from f8sub.gradients.wire import Source, add, pack
+from f8sub.torch_compat import CHUNK_CATS, WORKS_WITH, chunk_cat, is_capturing, reduce_scatter
+
+
+def _unknown(what: str) -> Float8ConfigError:
+    return Float8ConfigError(
+        f"{what}: torch {torch.__version__} reduces gradients in a way that reduce_gradients_in_float8, which packs "
+        f"them as bytes, does not know. It works with torch {WORKS_WITH}: install one of those, or do without it"
+    )
+
+
+class Hops(NamedTuple):
+    """Process groups of a shard group that spans hosts: this host's ranks, and their counterparts on all hosts."""
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+@dataclass
+class Packed:
+    """Gradients as they are sent, and in float32 where they are measured; and what FSDP2 divided them by since."""
+
+    layout: Layout
+    wire: torch.Tensor
+    exact: torch.Tensor | None
+    divisor: float = 1.0
+
+
+class GradientBuffer(torch.Tensor):
+    """Stands for FSDP2's flat input, and for views of it; ``contents`` has the ``Packed`` that it was filled with."""
+
+    reduction: "Float8ReduceScatter"
+    contents: list[Packed]
+
+    @classmethod
+    def of(
+        cls,
+        reduction: "Float8ReduceScatter",
+        contents: list[Packed],
+        like: torch.Tensor,
+        device: torch.device,
+    ) -> "GradientBuffer":
+        """One with the shape and dtype of ``like``."""
+        made: GradientBuffer = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=device
+        )
+        made.reduction, made.contents = reduction, contents
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """FSDP2 shapes the buffer, fills it and divides it; for anything else there are no values."""
+        name, buffer = func.name(), args[0]
+        if name == "aten::view":
+            like = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta").view(args[1])
+            return cls.of(buffer.reduction, buffer.contents, like, buffer.device)
+        if name in CHUNK_CATS:
+            return cls._filled(*args, **kwargs)
+        if name == "aten::div_.Scalar" or (
+            name == "aten::div_.Tensor" and not isinstance(args[1], torch.Tensor)
+        ):
+            buffer.contents[0].divisor *= args[1]
+            return buffer
+        raise _unknown(f"{name} was called on FSDP2's flat buffer of gradients")
+
+    @staticmethod
+    def _filled(
+        gradients: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: "GradientBuffer"
+    ) -> None:
+        packed = out.reduction.pack(gradients, num_chunks)
+        if out.contents or dim != 0 or out.shape != (num_chunks, packed.layout.numel):
+            shapes = [tuple(gradient.shape) for gradient in gradients]
+            raise _unknown(
+                f"gradients of shapes {shapes} were copied in {num_chunks} chunks of dimension {dim} into FSDP2's flat "
+                f"buffer of shape {tuple(out.shape)}, with {len(out.contents)} before them"
+            )
+        out.contents.append(packed)
+
+
+class Float8ReduceScatter:
+    """FSDP2's ``ReduceScatter`` of one module.
+
+    Attributes:
+        before: the one that this one replaced.
+        measured: float64, (2,): the squares of the last measured sum and of its error, over all ranks; None before.
+        measure_next: measure the next reduction that no CUDA graph records, whichever it is, if any are measured.
+    """
+
+    def __init__(self, before: Any, hops: Hops | None, measure_every: int) -> None:
+        self.before, self._hops, self._measure_every = before, hops, measure_every
+        self._input: list[Packed] = []
+        self._calls = 0
+        self.measured: torch.Tensor | None = None
+        self.measure_next = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """The input; once it is filled, the output. One that was filled in a pass that failed is forgotten."""
+        filled, self._input = self._input, []
+        if filled and math.prod(size) == filled[0].layout.numel:
+            return torch.empty(*size, dtype=dtype, device=device)
+        like = torch.empty(*size, dtype=dtype, device="meta")
+        return GradientBuffer.of(self, self._input, like, torch.device(device))
+
+    def pack(self, gradients: Sequence[torch.Tensor], ranks: int) -> Packed:
+        """What this rank sends."""
+        layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in gradients), codes=self._hops is None)
+        sources = [
+            Source(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
+            for gradient, chunk in zip(gradients, layout.chunks, strict=True)
+        ]
+        hosts = 1 if self._hops is None else self._hops.across.size()
+        wire = pack(sources, layout, ranks, hosts)
+        exact = None
+        # A replay is not counted, and what one measured would be told once.
+        if is_capturing(wire):
+            return Packed(layout, wire, None)
+        if self._measure_every and (self._calls % self._measure_every == 0 or self.measure_next):
+            self.measure_next = False
+            exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=wire.device)
+            chunk_cat(gradients, ranks, exact.view(ranks, -1))
+        self._calls += 1
+        return Packed(layout, wire, exact)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: Any,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Exchange the bytes, and write the sum that ``op`` asks for."""
+        if not isinstance(input_tensor, GradientBuffer) or len(input_tensor.contents) != 1:
+            raise _unknown(
+                f"FSDP2 reduced a {type(input_tensor).__name__} that it did not fill with gradients"
+            )
+        packed = input_tensor.contents[0]
+        if output_tensor.numel() != packed.layout.numel:
+            raise _unknown(
+                f"FSDP2 reduced {packed.layout.numel} elements of a rank to {output_tensor.numel()}"
+            )
+        factor = factor_of(op, group.size()) / packed.divisor
+        layout, wire, ranks = packed.layout, packed.wire, group
+        if self._hops is not None:
+            layout, wire = self._to_hosts(layout, wire, self._hops)
+            ranks = self._hops.across
+        add(_exchanged(wire, ranks), layout, factor, output_tensor)
+        if packed.exact is not None:
+            self._measure(packed.exact, output_tensor, factor, group)
+
+    def _to_hosts(self, layout: Layout, wire: torch.Tensor, hops: Hops) -> tuple[Layout, torch.Tensor]:
+        """Codes of the sums over this host's ranks, which come in bfloat16, for the counterparts on all hosts."""
+        hosts, width = hops.across.size(), layout.numel
+        received = _exchanged(wire.view(hops.within.size(), -1), hops.within)
+        chunks = tuple(
+            Chunk(chunk.size, host * layout.row_bytes + chunk.code_at, 0, host * width + chunk.out_at)
+            for host in range(hosts)
+            for chunk in layout.chunks
+        )
+        sums = torch.empty(hosts * width, dtype=torch.float32, device=wire.device)
+        add(received, Layout(chunks, False, received.shape[1], hosts * width), 1.0, sums)
+        coded = layout_of(tuple(chunk.size for chunk in layout.chunks))
+        sources = [
+            Source(sums[chunk.out_at :], width, (hosts - 1) * width + chunk.size) for chunk in layout.chunks
+        ]
+        return coded, pack(sources, coded, hosts)
+
+    def _measure(
+        self, exact: torch.Tensor, output: torch.Tensor, factor: float, group: dist.ProcessGroup
+    ) -> None:
+        right = torch.empty(output.shape, dtype=torch.float32, device=output.device)
+        reduce_scatter(right, exact, group)
+        right = (right * factor).double()
+        error = torch.where(right.isfinite(), output.double() - right, 0.0)
+        right = torch.where(right.isfinite(), right, 0.0)
+        self.measured = torch.stack([right.square().sum(), error.square().sum()])
+        dist.all_reduce(self.measured, group=group)
+
+
+def _exchanged(wire: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    received = torch.empty_like(wire)
+    dist.all_to_all_single(received, wire, group=group)
+    return received

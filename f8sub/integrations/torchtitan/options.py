@@ -1,0 +1,222 @@
+"""What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+import torch
+
+from f8sub.convert.convert import convert_to_float8
+from f8sub.convert.defaults import MIN_DIM
+from f8sub.convert.filters import layer_recipes
+from f8sub.convert.keep_x import layer_keep_x
+from f8sub.convert.layer_kinds import kind_of
+from f8sub.convert.linear_subclasses import extensions
+from f8sub.convert.sockets import EXPERTS
+from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
+from f8sub.errors import Float8ConfigError, unknown
+from f8sub.integrations.torchtitan.checkpointed import KEEP, set_policy
+from f8sub.integrations.torchtitan.gradients import reduce_from_first_forward
+from f8sub.integrations.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward
+from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
+from f8sub.linear.checkpointing import checkpoint_policy
+from f8sub.linear.saved_input import AUTO
+from f8sub.recipe import Recipe, get_recipe
+from f8sub.recipes import DEFAULT
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+AUTO_FILTER = "auto_filter_small_kn"
+"""In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain, all of them if need be."""
+
+SPELLED = {"true": True, "false": False}
+"""``experts`` as a command line has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is converted, and how; the names are torchtitan's.
+
+    The annotations are for torchtitan's parser of command lines and TOML; in code any sequence or mapping will do.
+
+    torchtitan 0.2 reads it as the section ``[f8sub]`` and the options ``--f8sub.*``: lists are arrays in TOML, and
+    separated by commas on the command line. torchtitan 0.3 has the same fields in ``Float8Converter.Config``.
+
+    Attributes:
+        recipe_name: one of ``f8sub.recipe_names()``, or a mapping from glob patterns over layers' names to them.
+        recipe_options: the recipe's own, as ``f8sub.get_recipe`` takes them, dtypes by name too, in TOML and JSON lists
+            and tables too; where ``recipe_name`` is a mapping, one from names of recipes to the options of each.
+        filter_fqns: a layer whose name contains one of these strings is left alone; ``"auto_filter_small_kn"`` too.
+        skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``.
+        skip_defaults: leave output heads, routers, LoRA adapters and small layers alone, as ``convert_to_float8``.
+        enable_fsdp_float8_all_gather: weights are gathered as float8.
+        precompute_float8_dynamic_scale_for_fsdp: one all-reduce makes the scales of all weights after each optimizer
+            step; None for wherever the weights are gathered as float8.
+        reduce_gradients_in_float8: gradients are e4m3 codes on the wire, added in float32; see
+            ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
+        keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves
+            a byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
+        checkpoint_policy: what blocks save that activation checkpointing wrapped, one of those of
+            ``f8sub.checkpoint_policy`` in place of torchtitan's; empty for torchtitan's.
+        emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
+        keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
+        experts: convert experts of mixtures, too; "auto": those whose width makes them gain.
+        monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
+        monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
+
+    Raises:
+        Float8ConfigError: no such recipe, option or value of one, ``keep_x`` or policy, a string in place of a list of
+            them, or scales to precompute for weights that are not gathered as float8.
+    """
+
+    recipe_name: str | dict[str, str] = DEFAULT
+    recipe_options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    filter_fqns: list[str] = field(default_factory=list)
+    skip: list[str] = field(default_factory=list)
+    skip_defaults: bool = True
+    enable_fsdp_float8_all_gather: bool = True
+    precompute_float8_dynamic_scale_for_fsdp: bool | None = None
+    reduce_gradients_in_float8: bool = False
+    keep_swiglu_input: str = "high_precision"
+    checkpoint_policy: str = ""
+    emulate: bool = False
+    keep_x: str | dict[str, str] = AUTO
+    experts: bool | str = EXPERTS
+    monitor_every: int = 0
+    monitor_file: str = ""
+
+    def __post_init__(self) -> None:
+        layer_recipes(self.recipe)
+        layer_keep_x(self.keep_x)
+        if self.keep_swiglu_input not in ("high_precision", "float8"):
+            raise unknown("keep_swiglu_input", self.keep_swiglu_input, ("high_precision", "float8"))
+        if self.checkpoint_policy:
+            checkpoint_policy(self.checkpoint_policy)
+        if self.monitor_every < 0:
+            raise Float8ConfigError(f"monitor_every={self.monitor_every} is less than 0, which is for none")
+        for name in ("filter_fqns", "skip"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise Float8ConfigError(f"{name}={value!r} is a string; give a list of strings, [{value!r}]")
+        if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
+            raise Float8ConfigError(
+                "precompute_float8_dynamic_scale_for_fsdp=True makes the scales of weights that are gathered as "
+                "float8, and enable_fsdp_float8_all_gather=False gathers none so; change one of the two"
+            )
+
+    @property
+    def recipe(self) -> Recipe | dict[str, Recipe]:
+        """The recipe with its options, or that of each pattern."""
+        name = self.recipe_name
+        options: Mapping[str, Any] = self.recipe_options
+        if not isinstance(options, Mapping):
+            raise Float8ConfigError(
+                f'recipe_options={options!r} is no mapping; give one of options, {{"margin": 2}}'
+            )
+        if not isinstance(name, Mapping):
+            return _with_options(name, options)
+        names = sorted({each for each in name.values() if isinstance(each, str)})
+        for each, own in options.items():
+            if each not in names or not isinstance(own, Mapping):
+                raise Float8ConfigError(
+                    f"recipe_options has {each!r}: {own!r}; recipe_name is a mapping to {names}, so give a mapping "
+                    "from these names to the options of each"
+                )
+        return {pattern: _with_options(each, options.get(each, {})) for pattern, each in name.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON can say them, by torchtitan's name for that."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    @property
+    def precompute(self) -> bool:
+        """Whether scales are made after each optimizer step."""
+        wanted = self.precompute_float8_dynamic_scale_for_fsdp
+        return self.enable_fsdp_float8_all_gather if wanted is None else wanted
+
+
+def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options as they were given; Float8ConfigError where ``Options`` has none of a name."""
+    names = [each.name for each in fields(Options)]
+    for name in options:
+        if name not in names:
+            raise unknown("option of f8sub", name, names)
+    return options
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say of an option that was given in code, a dtype or a function by its name."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    named = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+    return named if isinstance(named, (str, int, float, type(None))) else str(named)
+
+
+def _with_options(name: Any, options: Mapping[str, Any]) -> Recipe:
+    """``get_recipe`` of what a command line can say, with errors that say where it was said."""
+    read = {option: _dtype_or_itself(value) for option, value in options.items()}
+    try:
+        return get_recipe(name, **read)
+    except (ValueError, TypeError) as error:
+        if not options:
+            raise
+        raise Float8ConfigError(
+            f"recipe_options={dict(options)!r} of recipe {name!r} cannot be used: {error}"
+        ) from error
+
+
+def _dtype_or_itself(value: Any) -> Any:
+    dtype = getattr(torch, value, None) if isinstance(value, str) else None
+    return dtype if isinstance(dtype, torch.dtype) else value
+
+
+def convert(
+    model: Model, options: Options, linear_classes: Mapping[type[torch.nn.Linear], Mapping[str, Any]]
+) -> Model:
+    """Convert a model that torchtitan just built, in place, before any parallelism.
+
+    Args:
+        model: on meta.
+        options: what was asked for.
+        linear_classes: torchtitan's own subclasses of nn.Linear, see ``linear_subclasses.extensions``.
+
+    Raises:
+        Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
+    """
+    extensions.update(linear_classes)
+    names = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    filters = [text for text in options.filter_fqns if text != AUTO_FILTER]
+    if idle := [text for text in filters if not any(text in fqn for fqn in names)]:
+        raise Float8ConfigError(
+            f"filter_fqns={idle} is in no linear layer's name; the model has "
+            f"{', '.join(dict.fromkeys(map(kind_of, names)))}"
+        )
+    convert_to_float8(
+        model,
+        options.recipe,
+        filter_fqns=filters,
+        skip=options.skip,
+        skip_defaults=options.skip_defaults,
+        min_dim=MIN_DIM if AUTO_FILTER in options.filter_fqns else None,
+        float8_all_gather=options.enable_fsdp_float8_all_gather,
+        backend="reference" if options.emulate else "auto",
+        keep_x=options.keep_x,
+        experts=SPELLED.get(str(options.experts).lower(), options.experts),
+    )
+    check_at_first_forward(model)
+    if options.reduce_gradients_in_float8:
+        reduce_from_first_forward(model)
+    if options.keep_swiglu_input == "float8":
+        keep_swiglu_input_in_float8(model)
+    if options.checkpoint_policy:
+        setattr(model, KEEP, options.checkpoint_policy)
+        model.register_forward_pre_hook(set_policy)
+    setattr(model, PRECOMPUTE, options.precompute)
+    if options.precompute:
+        attach_at_first_step()
+    if options.monitor_every:
+        setattr(model, WANTED, (options.monitor_every, options.monitor_file or f"outputs/{FILE}"))
+        monitor_from_first_forward(model)
+    return model

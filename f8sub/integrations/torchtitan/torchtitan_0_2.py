@@ -1,0 +1,61 @@
+"""torchtitan 0.2: the converter of ``--model.converters f8sub``, and the ``[f8sub]`` section of its TOML."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.tools.logging import logger
+
+from f8sub.diagnostics.conversion_report import conversion_report
+from f8sub.errors import Float8ConfigError
+from f8sub.integrations.torchtitan.grouped_experts import register_grouped_experts
+from f8sub.integrations.torchtitan.numerics import FILE
+from f8sub.integrations.torchtitan.options import Options, convert
+
+__all__ = ["Float8ModelConverter", "JobConfig"]
+
+NAME = "f8sub"
+
+
+@dataclass
+class JobConfig:
+    """What ``--job.custom_config_module=f8sub.titan`` adds to torchtitan's own."""
+
+    f8sub: Options = field(default_factory=Options)
+
+
+class Float8ModelConverter:
+    """Converts a model's linear layers and experts to float8, when torchtitan 0.2 has built it and before it shards it.
+
+    Raises:
+        Float8ConfigError: the job's config has no section of f8sub's.
+    """
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        options = getattr(job_config, NAME, None)
+        if not isinstance(options, Options):
+            raise Float8ConfigError(
+                f"--model.converters has {NAME!r}, and the job's config has no section [{NAME}]: give "
+                "--job.custom_config_module=f8sub.titan, or custom_config_module in the TOML's [job]"
+            )
+        file = options.monitor_file or str(Path(job_config.job.dump_folder) / FILE)
+        self.options = replace(options, monitor_file=file)
+        compiled = job_config.compile.enable and "model" in job_config.compile.components
+        register_grouped_experts(job_config.compile.backend if compiled else None)
+
+    def convert(self, model: torch.nn.Module) -> None:
+        """Convert the model on meta, in place.
+
+        Raises:
+            Float8ConfigError: as of ``f8sub.integrations.torchtitan.options.convert``.
+        """
+        convert(model, self.options, {})
+        logger.info(f"f8sub: {conversion_report(model).summary}")
+
+    def post_optimizer_hook(self, model: torch.nn.Module | list[torch.nn.Module]) -> None:
+        """Nothing: a hook of torchtitan's container of optimizers makes the scales, of all parts of the model."""
+
+
+register_model_converter(Float8ModelConverter, NAME)

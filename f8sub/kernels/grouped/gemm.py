@@ -1,0 +1,333 @@
+"""Grouped products, and what runs them: chosen at conversion, shown in ``repr``, never replaced where asked for.
+
+Two products serve a layer: of tokens with the weights of their expert, (M, K) x (E, N, K) -> (M, N), which are fprop
+and dgrad; and over the tokens of each expert, (N, M) x (K, M) -> (E, N, K), which is wgrad.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
+from f8sub.kernels.gemm.grouped_gemm_config import Rows
+from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, Plan, gemm_nt, plan_numbers
+from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.tokens import Tokens
+from f8sub.kernels.grouped.weights import ExpertWeights
+from f8sub.recipe import GemmSpec, Recipe
+from f8sub.torch_compat import EXPERTS, aten_scaled_grouped_mm, problems
+
+ByRows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
+OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
+
+
+class GroupedBackend(NamedTuple):
+    """What multiplies by groups.
+
+    Attributes:
+        why_not: why it cannot run a product of two formats on a device; None when it can.
+        rows: tokens with the weights of their expert.
+        weights: over the tokens of each expert.
+        multiple: groups that are summed over begin at multiples of it.
+        clears: whether ``rows`` leaves zeros in the rows past the last group; else they are whatever they are.
+    """
+
+    why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+    rows: ByRows
+    weights: OverRows
+    multiple: int = 1
+    clears: bool = False
+
+
+def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    """Source: ``_scaled_grouped_mm`` in ATen/native/cuda/GroupedBlas.cpp."""
+    if device.type != "cuda":
+        return f"runs on cuda, not on {device.type}"
+    if unknown_to := problems(EXPERTS):
+        return f"is not known of torch {torch.__version__}: {'; '.join(unknown_to)}"
+    if (capability := torch.cuda.get_device_capability(device))[0] not in (9, 10):
+        return f"needs SM 9.0 (Hopper) or SM 10.0 (Blackwell), found {'.'.join(map(str, capability))}"
+    known = Tile(1, ALL), Tile(ALL, ALL)
+    if unknown := {str(f) for f in (a, b) if f.dtype != torch.float8_e4m3fn or f.tile not in known}:
+        return f"takes e4m3 with one scale a row or a matrix, not {', '.join(sorted(unknown))}"
+    return None
+
+
+def _a_row(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
+    """Scales of each group's rows, one after the other, of (groups, rows) or of (groups, 1)."""
+    return scale_inv.expand(-1, rows).flatten()
+
+
+def _scaled_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    a_scale, experts = a.scale_inv[:, 0], len(groups.ends)
+    if a.edge == ALL:
+        a_scale = a_scale[groups.of_row().clamp(max=experts - 1)]
+    y = aten_scaled_grouped_mm(
+        a.data,
+        b.data.contiguous().transpose(1, 2),
+        a_scale,
+        _a_row(b.scale_inv.flatten(1), b.data.shape[1]).view(experts, -1),
+        offs=groups.ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
+    return y.to(out_dtype)
+
+
+def _scaled_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    # What lies between two groups is zero, so each may end where the next one begins.
+    ends = torch.cat([a.groups.first[1:], a.groups.first.new_full((1,), a.groups.rows)])
+    dw = aten_scaled_grouped_mm(
+        a.data.contiguous(),
+        b.data.contiguous().t(),
+        _a_row(a.scale_inv, a.data.shape[0]),
+        _a_row(b.scale_inv, b.data.shape[0]),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
+    return dw.to(out_dtype)
+
+
+def _triton_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
+    rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
+    return grouped_mm.by_rows(left, right, rows, out_dtype, fast_accum)
+
+
+def _triton_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    left, right = (
+        Operand(one.data, one.scale_inv if one.edge == ALL else one.scale_inv.t(), one.format)
+        for one in (a, b)
+    )
+    first, ends, rows = a.groups
+    return grouped_mm.over_rows(left, right, Rows(first, ends, first, rows), out_dtype, fast_accum)
+
+
+def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What codes are dequantized to: a GPU's grouped products take bfloat16 alone."""
+    return torch.bfloat16 if device.type == "cuda" else out_dtype
+
+
+def _dequantized_rows(
+    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    dtype = _read_as(out_dtype, a.data.device)
+    return high_precision_rows(a.dequantize(groups, dtype), b.dequantize(dtype), groups).to(out_dtype)
+
+
+def _dequantized_weights(
+    a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    dtype = _read_as(out_dtype, a.data.device)
+    dw = high_precision_weights(a.dequantize(groups, dtype), b.dequantize(groups, dtype), groups)
+    return dw.to(out_dtype)
+
+
+def _rows_one_by_one(
+    backend: str,
+    a: Tokens,
+    b: ExpertWeights,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """Each expert's product by itself, as a linear layer with that backend makes it."""
+    out = a.scale_inv.new_zeros((groups.rows, b.data.shape[1]), dtype=out_dtype)
+    for index, ((first, end), (start, stop)) in enumerate(
+        zip(groups.host_bounds, a.groups.host_bounds, strict=True)
+    ):
+        if end > first:
+            part = a.of_group(index, start, stop)
+            out[first:end] = gemm_nt(backend, part, b.of_group(index), out_dtype, fast_accum)
+    return out
+
+
+def _weights_one_by_one(
+    backend: str, a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    shape = len(groups.ends), a.data.shape[0], b.data.shape[0]
+    out = a.scale_inv.new_zeros(shape, dtype=out_dtype)
+    bounds = zip(a.groups.host_bounds, b.groups.host_bounds, strict=True)
+    for index, (of_a, of_b) in enumerate(bounds):
+        if of_a[1] > of_a[0]:
+            left, right = a.of_group(index, *of_a), b.of_group(index, *of_b)
+            out[index] = gemm_nt(backend, left, right, out_dtype, fast_accum)
+    return out
+
+
+def _one_by_one(
+    backend: str, why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+) -> GroupedBackend:
+    rows, weights = (functools.partial(run, backend) for run in (_rows_one_by_one, _weights_one_by_one))
+    return GroupedBackend(why_not, rows, weights, clears=True)
+
+
+def _why_not_scaled_mm(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"multiplies experts one by one on a CPU, not on {device.type}"
+    return GEMM[SCALED_MM].why_not(a, b, device)
+
+
+GROUPED = {
+    "triton": GroupedBackend(
+        grouped_mm.why_not, _triton_rows, _triton_weights, grouped_mm.MULTIPLE, clears=True
+    ),
+    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
+    "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
+    SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
+    REFERENCE: _one_by_one(REFERENCE, lambda a, b, device: None),
+}
+"""Backends by name, the fastest first: docs/experts.md has the figures. The last two read on the host where groups lie,
+so that they would make a GPU wait."""
+
+ON_CPU = SCALED_MM, REFERENCE
+"""What "auto" takes on a CPU: what multiplies a linear layer there, so that both have the same bits."""
+
+ASKED_AS = {SCALED_MM: "scaled_grouped_mm"}
+"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here on a GPU."""
+
+
+def multiply_rows(
+    backend: str, a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    """``GroupedBackend.rows`` of the backend of that name, with zeros in the rows past the last group."""
+    y = GROUPED[backend].rows(a, b, groups, out_dtype, fast_accum)
+    return y if GROUPED[backend].clears else grouped_mm.clear_past(y, groups.ends)
+
+
+def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """(M, K) x (E, N, K) -> (M, N) in x's dtype, with zeros in the rows past the last group."""
+    if x.is_cuda:
+        y = torch.nn.functional.grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
+        return grouped_mm.clear_past(y.to(x.dtype), groups.ends)
+    out = x.new_zeros((len(x), w.shape[1]))
+    for index, (first, end) in enumerate(groups.host_bounds):
+        if end > first:
+            out[first:end] = torch.mm(x[first:end], w[index].t().to(x.dtype))
+    return out
+
+
+def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """(M, N) and (M, K), summed over each expert's rows -> (E, N, K) in dy's dtype."""
+    if x.is_cuda:
+        return torch.nn.functional.grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=groups.ends).to(dy.dtype)
+    out = dy.new_zeros((len(groups.ends), dy.shape[1], x.shape[1]))
+    for index, (first, end) in enumerate(groups.host_bounds):
+        if end > first:
+            out[index] = torch.mm(dy[first:end].t(), x[first:end].to(dy.dtype))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """A recipe bound to a device: the backend of each grouped product, None where it stays in high precision.
+
+    ``backend`` is what was asked for, and ``key`` its own in ``Plan.made``.
+    """
+
+    recipe: Recipe
+    fprop: str | None
+    dgrad: str | None
+    wgrad: str | None
+    device: torch.device
+    backend: str
+    key: str
+
+    @classmethod
+    @functools.cache
+    def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "GroupedPlan":
+        """The plan of a recipe.
+
+        Args:
+            recipe: of the three products.
+            device: that they run on.
+            backend: "auto", one of ``GROUPED``, or ``convert_to_float8``'s name of one.
+
+        Raises:
+            Float8ConfigError: a backend that cannot run the recipe.
+        """
+        asked = ASKED_AS.get(backend, backend) if device.type == "cuda" else backend
+        specs = recipe.fprop, recipe.dgrad, recipe.wgrad
+        if is_one_by_one(recipe):
+            if device.type not in ("cpu", "meta") or asked not in ("auto", REFERENCE):
+                raise Float8ConfigError(
+                    f"experts take recipe {recipe.name!r} by backend 'reference' on a CPU alone, not by {backend!r} on "
+                    f"{device}: {ONE_BY_ONE}"
+                )
+            asked = REFERENCE
+        fprop, dgrad, wgrad = (_select(spec, device, asked) for spec in specs)
+        return cls._of(recipe, fprop, dgrad, wgrad, device, backend)
+
+    @classmethod
+    @functools.cache
+    def _of(cls, *fields: Any) -> "GroupedPlan":
+        plan = cls(*(*fields, f"experts {next(plan_numbers)}"))
+        Plan.made[plan.key] = plan
+        return plan
+
+    def __reduce__(self) -> tuple[Callable[..., "GroupedPlan"], tuple[Any, ...]]:
+        """As ``Plan``'s."""
+        return GroupedPlan._of, tuple(getattr(self, each.name) for each in fields(self) if each.name != "key")
+
+    @property
+    def described(self) -> str:
+        """The recipe, and the backends of the products."""
+        named = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+        if len(set(named.values())) == 1:
+            return f"{self.recipe.name}, {self.fprop or 'high precision'}"
+        by = ", ".join(
+            f"{gemm} {'in high precision' if b is None else f'by {b}'}" for gemm, b in named.items()
+        )
+        return f"{self.recipe.name}, {by}"
+
+    @property
+    def multiple(self) -> int:
+        """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
+        least = MULTIPLE if self.device.type == "cuda" else 1
+        return least if self.wgrad is None else max(least, GROUPED[self.wgrad].multiple)
+
+
+ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which groups of tokens have not"
+
+
+def is_one_by_one(recipe: Recipe) -> bool:
+    """Whether each expert is multiplied by itself, see ``one_by_one``."""
+    formats = [format for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) for format in (spec.a, spec.b)]
+    return any(is_one_by_one_format(format) for format in formats if format is not None)
+
+
+def is_one_by_one_format(format: Float8Format) -> bool:
+    """Whether a matrix of the format has codes for itself alone, not as a part of a larger one."""
+    return format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
+
+
+def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
+    """Name of the backend that runs ``spec``; on a CPU "auto" is what a linear layer has there."""
+    if backend != "auto" and backend not in GROUPED:
+        raise Float8ConfigError(
+            f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(GROUPED)}"
+        )
+    if spec.a is None or spec.b is None:
+        return None
+    on_cpu = device.type in ("cpu", "meta")
+    reasons = {}
+    for name in (ON_CPU if on_cpu else GROUPED) if backend == "auto" else [backend]:
+        if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
+            return name
+        reasons[name] = reason
+    listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise Float8ConfigError(f"no grouped product of {spec.a} by {spec.b} on {device}: {listed}")

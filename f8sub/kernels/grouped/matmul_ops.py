@@ -1,0 +1,142 @@
+"""Products by groups as they are called: in compiled code each is one node of the graph, of operators defined here.
+
+``torch.compile`` must not look into them: backends read where groups lie, or launch kernels of their own.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from f8sub.experts.seen_as_one import seen_as_one
+from f8sub.formats import Float8Format
+from f8sub.kernels.grouped import gemm as products
+from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.tokens import Tokens
+from f8sub.kernels.grouped.weights import ExpertWeights
+from f8sub.kernels.ops import operator
+from f8sub.linear.checkpointing import PRODUCTS
+from f8sub.recipe import GemmSpec
+
+
+def rows(
+    backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """``products.multiply_rows`` by the backend of that name."""
+    if backend is None:
+        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    if not torch.compiler.is_compiling():
+        multiply = functools.partial(products.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
+        return seen_as_one(multiply, a.data, b.data, groups.ends)
+    lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
+    how = f"{a.format.name} {b.format.name} {backend}"
+    left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
+    found: torch.Tensor = _rows_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+    return found
+
+
+def weights(
+    backend: str | None, spec: GemmSpec, a: Tokens, b: Tokens, groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """``products.GroupedBackend.weights`` of the backend of that name."""
+    if backend is None:
+        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    if not torch.compiler.is_compiling():
+        return products.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
+    lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
+    how = f"{a.format.name} {b.format.name} {backend}"
+    left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
+    found: torch.Tensor = _weights_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+    return found
+
+
+def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``products.high_precision_rows``."""
+    if not torch.compiler.is_compiling():
+        multiply = functools.partial(products.high_precision_rows, x, w, groups)
+        return seen_as_one(multiply, x, w, groups.ends)
+    found: torch.Tensor = _plain_rows_as_one_node(x, w, groups.first, groups.ends)
+    return found
+
+
+def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``products.high_precision_weights``."""
+    if not torch.compiler.is_compiling():
+        return products.high_precision_weights(dy, x, groups)
+    found: torch.Tensor = _plain_weights_as_one_node(dy, x, groups.first, groups.ends)
+    return found
+
+
+def _rows(
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    lie: list[torch.Tensor],
+    rows: int,
+    how: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """Codes and scales of a and b; first rows and ends of groups in a, and in y; two formats and the backend."""
+    groups = Groups(lie[2], lie[3], rows)
+    left, right, backend = how.split()
+    tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
+    experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
+    return products.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
+
+
+def _fake_rows(a: list[torch.Tensor], b: list[torch.Tensor], *rest: Any) -> torch.Tensor:
+    _, rows, _, out_dtype, _ = rest
+    return a[0].new_empty((rows, b[0].shape[1]), dtype=out_dtype)
+
+
+def _weights(
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    lie: list[torch.Tensor],
+    rows: int,
+    how: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """As ``_rows``; first rows and ends in a, in b, and in the tokens."""
+    groups = Groups(lie[4], lie[5], rows)
+    *formats, backend = how.split()
+    left, right = (
+        Tokens(codes, scale, Float8Format.parse(name), Groups(first, ends, codes.shape[1]), True)
+        for (codes, scale), name, (first, ends) in zip((a, b), formats, (lie[:2], lie[2:4]), strict=True)
+    )
+    found = products.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
+    return found.contiguous()
+
+
+def _fake_weights(
+    a: list[torch.Tensor], b: list[torch.Tensor], lie: list[torch.Tensor], *rest: Any
+) -> torch.Tensor:
+    _, _, out_dtype, _ = rest
+    return a[0].new_empty((lie[0].shape[0], a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
+
+
+def _plain_rows(x: torch.Tensor, w: torch.Tensor, first: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return products.high_precision_rows(x, w, Groups(first, ends, x.shape[0])).contiguous()
+
+
+def _plain_weights(
+    dy: torch.Tensor, x: torch.Tensor, first: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    return products.high_precision_weights(dy, x, Groups(first, ends, dy.shape[0])).contiguous()
+
+
+_rows_as_one_node = operator(_rows, "grouped_rows", _fake_rows)
+_weights_as_one_node = operator(_weights, "grouped_weights", _fake_weights)
+_plain_rows_as_one_node = operator(
+    _plain_rows,
+    "grouped_rows_in_high_precision",
+    lambda x, w, first, ends: x.new_empty((x.shape[0], w.shape[1])),
+)
+_plain_weights_as_one_node = operator(
+    _plain_weights,
+    "grouped_weights_in_high_precision",
+    lambda dy, x, first, ends: dy.new_empty((first.shape[0], dy.shape[1], x.shape[1])),
+)
+
+PRODUCTS.update((_rows_as_one_node, _plain_rows_as_one_node))

@@ -1,0 +1,268 @@
+"""Tiles of bfloat16 elements as pairs.
+
+[Note] Pairs. A pair is an int32 word of two neighbours in a row, the left one in the low half. A tile of pairs takes
+half the registers of one of float32, and one instruction compares both elements of a pair. A tile is two halves, its
+even and its odd rows, and has no column beyond the matrix.
+"""
+
+import triton
+import triton.language as tl
+
+from f8sub.kernels.triton.tile_ops import (
+    INTERPRETED,
+    NAN,
+    codes,
+    finite_or_nan,
+    inverse,
+    load,
+    scale_from_amax,
+    store,
+)
+
+CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
+CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
+
+
+@triton.jit
+def _left(pair):
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _right(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def finite_pair(pair):
+    """``tiles.finite_or_nan`` of each element."""
+    if INTERPRETED:
+        return _bits(finite_or_nan(_left(pair))) | (_bits(finite_or_nan(_right(pair))) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
+            "=r,r",
+            [pair],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def order(pair):
+    """Signed halves that order as the magnitudes of finite elements do; all others come before these."""
+    return (pair & 0x7FFF7FFF) + 0x00800080
+
+
+@triton.jit
+def low(halves):
+    """The halves on the left, sign-extended."""
+    return (halves << 16) >> 16
+
+
+@triton.jit
+def high(halves):
+    """The halves on the right, sign-extended."""
+    return halves >> 16
+
+
+@triton.jit
+def later(a, b):
+    """The later half on each side."""
+    if INTERPRETED:
+        return (tl.maximum(low(a), low(b)) & 0xFFFF) | (tl.maximum(high(a), high(b)) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def last(orders, AXIS: tl.constexpr):
+    """``later`` of all along an axis."""
+    if INTERPRETED:
+        return (tl.max(low(orders), AXIS) & 0xFFFF) | (tl.max(high(orders), AXIS) << 16)
+    else:
+        return tl.reduce(orders, AXIS, later)
+
+
+@triton.jit
+def later_of_each(a, b):
+    """The later half of ``a`` on the left, that of ``b`` on the right."""
+    if INTERPRETED:
+        return (tl.maximum(low(a), high(a)) & 0xFFFF) | (tl.maximum(low(b), high(b)) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 l, r; prmt.b32 l, $1, $2, 0x5410; prmt.b32 r, $1, $2, 0x7632; max.s16x2 $0, l, r; }",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def last_of_tile(even, odd):
+    """The latest half of all, on either side."""
+    both = later(even, odd)
+    halves = last(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
+    return tl.maximum(low(halves), high(halves))
+
+
+@triton.jit
+def amax_bits_at(half):
+    """``tiles.amax_bits`` of half an ``order``; 0 where no element is finite."""
+    return tl.maximum(half - 0x80, 0) << 16
+
+
+@triton.jit
+def scale_at(half, CAST: tl.constexpr):
+    """The scale of the amax that stands at half an ``order``."""
+    return scale_from_amax(amax_bits_at(half).to(tl.float32, bitcast=True), CAST)
+
+
+@triton.jit
+def _two_codes(first, second, CAST: tl.constexpr):
+    low = codes(tl.clamp(first, -CAST.TOP, CAST.TOP, propagate_nan=NAN), CAST.CODES).to(tl.int32)
+    high = codes(tl.clamp(second, -CAST.TOP, CAST.TOP, propagate_nan=NAN), CAST.CODES).to(tl.int32)
+    return low | (high << 8)
+
+
+@triton.jit
+def codes_of_rows(pair, scale, CAST: tl.constexpr):
+    """``reference.cast`` of each ``finite_pair``, as a 16-bit word."""
+    if INTERPRETED:
+        return _two_codes(_left(pair) * scale, _right(pair) * scale, CAST).to(tl.uint16)
+    else:
+        TO: tl.constexpr = CAST_TO_E4M3 if CAST.TOP == 448.0 else CAST_TO_E5M2
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"
+            "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; shl.b32 c, $2, 16; and.b32 d, $2, 0xffff0000;"
+            "mul.f32 a, a, $3; mul.f32 b, b, $3; mul.f32 c, c, $4; mul.f32 d, d, $4;"
+            + TO
+            + " u, b, a;"
+            + TO
+            + " v, d, c; mov.b32 $0, {u, v}; }",
+            "=r,r,r,r,r",
+            [pair, scale],
+            dtype=tl.uint16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def codes_of_columns(even, odd, left_scale, right_scale, CAST: tl.constexpr):
+    """``reference.cast`` of two rows of ``finite_pair``, as 32-bit words: left codes, right codes."""
+    if INTERPRETED:
+        low = _two_codes(_left(even) * left_scale, _left(odd) * left_scale, CAST)
+        return low | (_two_codes(_right(even) * right_scale, _right(odd) * right_scale, CAST) << 16)
+    else:
+        TO: tl.constexpr = CAST_TO_E4M3 if CAST.TOP == 448.0 else CAST_TO_E5M2
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"
+            "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; shl.b32 c, $2, 16; and.b32 d, $2, 0xffff0000;"
+            "mul.f32 a, a, $3; mul.f32 b, b, $4; mul.f32 c, c, $3; mul.f32 d, d, $4;"
+            + TO
+            + " u, c, a;"
+            + TO
+            + " v, d, b; mov.b32 $0, {u, v}; }",
+            "=r,r,r,r,r",
+            [even, odd, left_scale, right_scale],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def rows_of_columns(words):
+    """``codes_of_rows`` of the even and of the odd row, of ``codes_of_columns`` with the same scale for all."""
+    if INTERPRETED:
+        even = (words & 0xFF) | ((words >> 8) & 0xFF00)
+        odd = ((words >> 8) & 0xFF) | ((words >> 16) & 0xFF00)
+        return even.to(tl.uint16), odd.to(tl.uint16)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
+            "=r,=r,r,r",
+            [words],
+            dtype=(tl.uint16, tl.uint16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Even and odd rows of a tile of a matrix that begins at a whole word; KEEP is for the caches.
+
+    Unless WHOLE, rows from ``stop`` on are zeros.
+    """
+    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
+    start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
+    pointers = start + i[:, None] * (at.N // 2) + j[None, :]
+    even = load(pointers, (at.row + i < stop)[:, None], WHOLE, KEEP)
+    return even, load(pointers + at.N // 2, (at.row + i + 1 < stop)[:, None], WHOLE, KEEP)
+
+
+@triton.jit
+def store_row_codes(
+    row_ptr, even, odd, stop, at, BY_8: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
+):
+    """Of both halves; a thread stores 8 codes at a time where BY_8, else 16. Unless WHOLE, no rows from ``stop`` on."""
+    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
+    if BY_8:
+        # The same numbers, of which Triton sees no more than four side by side: the 8 elements of one load.
+        j = j // 4 * 4 + j % 4
+    start = row_ptr.to(tl.pointer_type(tl.uint16)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
+    pointers = start + i[:, None] * (at.N // 2) + j[None, :]
+    store(pointers, even, (at.row + i < stop)[:, None], WHOLE)
+    store(pointers + at.N // 2, odd, (at.row + i + 1 < stop)[:, None], WHOLE)
+
+
+@triton.jit
+def store_column_words(col_ptr, words, at, TILE: tl.constexpr):
+    """``col_ptr`` points to 16-bit words."""
+    split = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
+    HALF: tl.constexpr = TILE.ROWS // 2
+    COLS: tl.constexpr = TILE.COLS
+    transposed = tl.trans(tl.reshape(split, (HALF, COLS)))
+    i, j = tl.arange(0, HALF), tl.arange(0, COLS)
+    start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
+    tl.store(start + j[:, None] * (at.M // 2) + i[None, :], transposed)
+
+
+@triton.jit
+def store_pairs_with_one(
+    row_ptr, col_ptr, even, odd, scale, stop, source, at,
+    CAST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile with one scale, rows to ``source`` unless their pointer is None, columns to ``at``."""
+    words = codes_of_columns(finite_pair(even), finite_pair(odd), scale, scale, CAST)
+    if row_ptr is not None:
+        even_codes, odd_codes = rows_of_columns(words)
+        store_row_codes(row_ptr, even_codes, odd_codes, stop, source, False, WHOLE, TILE)
+    store_column_words(col_ptr, words, at, TILE)
+
+
+@triton.jit
+def one_by_one(first, second):
+    """What two tensors have in turns, for lines of which they have every second one."""
+    COUNT: tl.constexpr = 2 * first.shape[0]
+    return tl.reshape(tl.join(first, second), (COUNT,))
+
+
+@triton.jit
+def store_inverses(scale_inv_ptr, first, second, count, WHOLE: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """The inverses of the scales of every second line; unless WHOLE, ``count`` of all."""
+    scale_inv = one_by_one(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2))
+    line = tl.arange(0, scale_inv.shape[0])
+    store(scale_inv_ptr + line, scale_inv, line < count, WHOLE)

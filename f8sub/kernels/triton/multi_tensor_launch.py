@@ -1,0 +1,164 @@
+"""Amaxes of many matrices by one Triton launch, and the scales of all of them by another.
+
+What no kernel takes is left to the caller.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Tile
+from f8sub.host_copy import sent_to
+from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.triton import support
+from f8sub.kernels.triton.support import EDGE
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launch import Launch
+
+BLOCK = 4096
+"""Elements that a program has in registers: 32 in each of its threads."""
+
+SPAN = 16384
+"""Elements of a line that a program reads: as many as a program that reads a square of 128."""
+
+SCALES = 1024
+"""Entries of the table that a program makes scales of."""
+
+_DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))}
+
+
+class Matrix(NamedTuple):
+    """A part of a matrix, (rows, cols), adjacent in a row, and where in a table of amaxes its tiles are.
+
+    ``tile`` are the blocks of the whole matrix, and ``offset`` is the row and column of it that the part begins at. The
+    first tile that the part touches has its amax at ``entry``, the next row of tiles ``entry_stride`` entries later.
+    """
+
+    data: torch.Tensor
+    tile: Tile
+    offset: tuple[int, int]
+    entry: int
+    entry_stride: int
+
+    @property
+    def is_of_lines(self) -> bool:
+        """Whether its rows have an amax each, or one for all of them."""
+        return self.tile.cols == ALL and self.tile.rows in (1, ALL)
+
+
+def takes(matrix: Matrix, device: torch.device) -> bool:
+    """Whether the kernel takes a matrix for a table on ``device``."""
+    data, tile = matrix.data, matrix.tile
+    edges = tile.rows, tile.cols
+    blocks = ALL not in edges and all(edge % EDGE == 0 for edge in edges)
+    return (
+        data.device == device
+        and support.takes(data)
+        and data.dtype in HIGH_PRECISION
+        and data.stride(1) == 1
+        and (matrix.is_of_lines or blocks)
+    )
+
+
+def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype) -> bool:
+    """Whether the kernel makes scales for a format, of amaxes that are rounded to ``through``."""
+    return format.is_plain and through in HIGH_PRECISION and amax.is_contiguous() and support.takes(amax)
+
+
+def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> "list[Launch]":
+    """The launches that find the amaxes of matrices whenever they are run, while the matrices stay where they are.
+
+    The amax of each tile is the maximum of what is in the table and ``scales.shard_amax``: infinity where the tile
+    holds NaN or infinity. Matrices whose lines do not begin at multiples of 16 bytes have a launch of their own.
+
+    Args:
+        matrices: those that the kernel ``takes``.
+        table: float32, (entries,), not negative.
+    """
+    aligned = [matrix for matrix in matrices if _is_aligned(matrix)]
+    others = [matrix for matrix in matrices if not _is_aligned(matrix)]
+    return [_amaxes(some, table, some is aligned) for some in (aligned, others) if some]
+
+
+def scales(
+    amax: torch.Tensor,
+    prior: PriorScale | None,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    format: Float8Format,
+    through: torch.dtype,
+) -> "Launch":
+    """The launch that writes the scales of amaxes that ``takes_amaxes`` takes: ``scales.scales_or_nan``.
+
+    ``prior`` are scales that cover the amaxes, None for those of the amaxes themselves; ``scale`` and ``scale_inv`` are
+    written. All are float32, contiguous and of one size.
+    """
+    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import multi_tensor as tables
+    from f8sub.kernels.triton import quantize_launch as launch
+
+    arguments = {
+        "amax_ptr": amax,
+        "prior_ptr": None if prior is None else prior.scale,
+        "scale_ptr": scale,
+        "scale_inv_ptr": scale_inv,
+        "SIZE": amax.numel(),
+        "CAST": launch.cast_to(format),
+        "THROUGH": launch.INPUTS[through],
+        "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
+        "BLOCK": SCALES,
+    }
+    programs = launch.cdiv(amax.numel(), SCALES)
+    return launcher.Launch(tables.scales_of_many, programs, arguments, {"num_warps": 4})
+
+
+def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Launch":
+    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import multi_tensor as tables
+
+    rows: list[int] = []
+    counts: list[int] = []
+    for matrix in matrices:
+        fields, programs = _fields(matrix)
+        rows += [fields[0], sum(counts), *fields[1:]]
+        counts.append(programs)
+    device = matrices[0].data.device
+    indices = torch.arange(len(matrices), dtype=torch.int32, device="cpu")
+    of_program = indices.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    arguments = {
+        "matrices_ptr": sent_to(device, rows),
+        "matrix_of_program_ptr": sent_to(device, of_program),
+        "amax_ptr": table.view(torch.int32),
+        "BLOCK": BLOCK,
+        "SPAN": SPAN,
+        "PART": EDGE,
+        "ALIGNED": aligned,
+    }
+    return launcher.Launch(tables.amaxes_of_many, sum(counts), arguments, {"num_warps": 4})
+
+
+def _fields(matrix: Matrix) -> tuple[list[int], int]:
+    """What the kernel is told of a matrix except its first program, and how many programs read it."""
+    data, tile, offset, entry, entry_stride = matrix
+    (rows, cols), stride = data.shape, data.stride(0)
+    where = [data.data_ptr(), _DTYPES[data.dtype]]
+    if matrix.is_of_lines:
+        if tile.is_whole and data.is_contiguous():
+            rows, cols = 1, data.numel()
+        entry_stride = 0 if tile.is_whole else entry_stride
+        return [*where, rows, cols, stride, 0, 0, 0, 0, entry, entry_stride], rows * -(-cols // SPAN)
+    before = [start % edge for start, edge in zip(offset, (tile.rows, tile.cols), strict=True)]
+    parts = -(-(before[0] + rows) // EDGE)
+    parts *= -(-(before[1] + cols) // tile.cols) * (tile.cols // EDGE)
+    fields = [*where, rows, cols, stride, tile.rows, tile.cols, *before, entry, entry_stride]
+    return fields, parts
+
+
+def _is_aligned(matrix: Matrix) -> bool:
+    """Whether all that a program reads begins at a multiple of 16 bytes, and is as many whole ones."""
+    fields, _ = _fields(matrix)
+    address, _, rows, cols, stride, _, _, _, cols_before, *_ = fields
+    in_lines = cols % 16 == 0 and cols_before % 16 == 0 and (rows == 1 or stride % 16 == 0)
+    return address % 16 == 0 and in_lines

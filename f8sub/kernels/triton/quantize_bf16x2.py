@@ -1,0 +1,154 @@
+"""Kernels for bfloat16 matrices of whole tiles, which they read as ``pairs``.
+
+Each kernel is bitwise the one of ``casts`` that it names, and reads its matrix once, except for half of a 256x256
+square.
+"""
+
+import triton
+import triton.language as tl
+
+from f8sub.kernels.triton.bf16x2 import (
+    codes_of_columns,
+    codes_of_rows,
+    finite_pair,
+    high,
+    last,
+    last_of_tile,
+    later,
+    later_of_each,
+    load_pairs,
+    low,
+    order,
+    scale_at,
+    store_column_words,
+    store_inverses,
+    store_pairs_with_one,
+    store_row_codes,
+)
+from f8sub.kernels.triton.tile_ops import (
+    At,
+    inverse,
+    moved,
+    place,
+    scale_from_prior,
+    store_scales_of_group_square,
+    store_scales_of_square,
+    store_zero_columns,
+)
+
+
+@triton.jit
+def _source(strips_ptr, STRIPS, at, EDGE: tl.constexpr):
+    # The row of x that a tile's first one is, and where its group ends there; see ``strips``.
+    if strips_ptr is None:
+        return at.row, at.M
+    else:
+        strip = at.row // EDGE
+        return tl.load(strips_ptr + strip), tl.load(strips_ptr + STRIPS + strip)
+
+
+@triton.jit
+def _store_past(col_ptr, col_scale_inv_ptr, at, EDGE: tl.constexpr, TILE: tl.constexpr):
+    # Rows after the last group: zeros, and scales of 1.
+    store_zero_columns(col_ptr, at, TILE)
+    scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * at.N + at.col
+    tl.store(scales + tl.arange(0, EDGE), tl.full((EDGE,), 1.0, tl.float32))
+
+
+@triton.jit(do_not_specialize=["LINES"])
+def quantize_paired_vectors(
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``.
+
+    It takes all ``launch.PAIRED_REGISTERS``. In another order, such as scales stored after codes, ptxas 13 (of Triton
+    3.9) spills some of them.
+    """
+    at = place(tl.program_id(0), M, N, EDGE, EDGE)
+    WHOLE: tl.constexpr = strips_ptr is None
+    line, stop = _source(strips_ptr, STRIPS, at, EDGE)
+    if not WHOLE:
+        if line >= stop:
+            _store_past(col_ptr, col_scale_inv_ptr, at, EDGE, TILE)
+            return
+    source = At(line, at.col, M, N)
+    even, odd = load_pairs(x_ptr, stop, source, WHOLE, TILE, "evict_first")
+    even_order, odd_order = order(even), order(odd)
+    of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
+    of_columns = last(later(even_order, odd_order), 0)
+    even, odd = finite_pair(even), finite_pair(odd)
+    if row_ptr is not None:
+        even_scale, odd_scale = scale_at(low(of_rows), CAST), scale_at(high(of_rows), CAST)
+        scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * LINES + line
+        store_inverses(scales, even_scale, odd_scale, stop - line, WHOLE, CAST.POWER_OF_2)
+        even_codes = codes_of_rows(even, even_scale[:, None], CAST)
+        odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
+        store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, WHOLE, TILE)
+    left_scale, right_scale = scale_at(low(of_columns), CAST), scale_at(high(of_columns), CAST)
+    scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * N + at.col
+    store_inverses(scales, left_scale, right_scale, EDGE, True, CAST.POWER_OF_2)
+    words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
+    store_column_words(col_ptr, words, at, TILE)
+
+
+@triton.jit
+def quantize_paired_squares(
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``casts.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
+
+    Or ``grouped_casts.quantize_group_squares`` if there is a table of strips.
+
+    The last COLS columns of a square stay in registers, those before them are read once more to be cast: if a program
+    held a large square whole, an SM would have one program, and nothing to do while that one loads.
+    """
+    square = place(tl.program_id(0), M, N, EDGE, EDGE)
+    WHOLE: tl.constexpr = strips_ptr is None
+    line, stop = _source(strips_ptr, STRIPS, square, EDGE)
+    source = At(line, square.col, M, N)
+    half = 0
+    for start in range(0, EDGE - TILE.COLS, TILE.COLS):
+        even, odd = load_pairs(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_last")
+        half = tl.maximum(half, last_of_tile(order(even), order(odd)))
+    end = moved(square, 0, EDGE - TILE.COLS)
+    even, odd = load_pairs(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), WHOLE, TILE, "evict_first")
+    half = tl.maximum(half, last_of_tile(order(even), order(odd)))
+    scale = scale_at(half, CAST)
+    store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, end, end, CAST, True, TILE)
+    for start in range(0, EDGE - TILE.COLS, TILE.COLS):
+        even, odd = load_pairs(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_first")
+        at = moved(square, 0, start)
+        store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, at, at, CAST, True, TILE)
+    scale_inv = inverse(scale, CAST.POWER_OF_2)
+    if strips_ptr is None:
+        store_scales_of_square(
+            row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+        )
+    else:
+        store_scales_of_group_square(
+            row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+        )
+
+
+@triton.jit
+def cast_pairs_with_prior(
+    x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``casts.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    scale = tl.load(prior_ptr)
+    if amax_ptr is not None:
+        scale = scale_from_prior(scale, tl.load(amax_ptr), CAST, HEADROOM, COVERS)
+    even, odd = load_pairs(x_ptr, at.M, at, True, TILE, "evict_first")
+    # Magnitudes have no sign, so that no half is negative; the bits of NaN come last.
+    largest = last_of_tile(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
+    tl.atomic_max(largest_ptr, largest << 16, sem="relaxed")
+    store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, at, at, CAST, True, TILE)
+    scale_inv = inverse(scale, False)
+    if row_ptr is not None:
+        tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
+    tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)

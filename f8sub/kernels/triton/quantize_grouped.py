@@ -1,0 +1,316 @@
+"""The kernels that cast groups of rows, which follow each other in x, for both usages: see ``strips``."""
+
+import triton
+import triton.language as tl
+
+from f8sub.kernels.triton.strips import group_of, is_past, lines_of
+from f8sub.kernels.triton.tile_ops import (
+    EXPONENT_BITS,
+    amax_bits,
+    codes,
+    finite_or_nan,
+    inverse,
+    larger_magnitude,
+    magnitude_bits,
+    moved,
+    place,
+    scale_from_amax,
+    scaled,
+    store_columns,
+    store_scales_of_group_square,
+    store_with_one,
+    store_zero_columns,
+)
+
+
+@triton.jit
+def load_lines(x_ptr, line, is_line, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Columns of rows of x, float32, NaN for infinity; zeros where ``is_line`` is not."""
+    j = tl.arange(0, TILE.COLS)
+    pointers = x_ptr + line.to(tl.int64)[:, None] * N + col + j[None, :]
+    inside = is_line[:, None] if TILE.WHOLE else is_line[:, None] & (col + j < N)[None, :]
+    return finite_or_nan(tl.load(pointers, mask=inside, other=0.0, eviction_policy=KEEP).to(tl.float32))
+
+
+@triton.jit
+def load_halves(x_ptr, line, stop, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Even and odd rows of a tile; ``line`` are the even ones."""
+    even = load_lines(x_ptr, line, line < stop, col, N, TILE, KEEP)
+    return even, load_lines(x_ptr, line + 1, line + 1 < stop, col, N, TILE, KEEP)
+
+
+@triton.jit
+def store_lines(row_ptr, x, scale, line, is_line, col, N, CAST: tl.constexpr, TILE: tl.constexpr):
+    """Cast columns of rows of x and store them in the rowwise codes, whose rows are those of x."""
+    j = tl.arange(0, TILE.COLS)
+    pointers = row_ptr + line.to(tl.int64)[:, None] * N + col + j[None, :]
+    inside = is_line[:, None] if TILE.WHOLE else is_line[:, None] & (col + j < N)[None, :]
+    tl.store(pointers, codes(scaled(x, scale, CAST, False), CAST.CODES), mask=inside)
+
+
+@triton.jit
+def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.constexpr, TILE: tl.constexpr):
+    """Atomic maximum of the finite elements of each group: one of a program whose rows are of one group."""
+    at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    ROWS: tl.constexpr = TILE.ROWS
+    line, stop = lines_of(strips_ptr, STRIPS, at.row, 1, ROWS, EDGE)
+    x = load_lines(x_ptr, line, line < stop, at.col, N, TILE, "")
+    bits = magnitude_bits(x)
+    of_lines = tl.max(tl.where(bits < EXPONENT_BITS, bits, 0), 1)
+    first = group_of(strips_ptr, STRIPS, at.row, EDGE)
+    if EDGE % ROWS == 0:
+        is_one = True
+    else:
+        is_one = first == group_of(strips_ptr, STRIPS, at.row + ROWS - 1, EDGE)
+    if is_one:
+        tl.atomic_max(amax_ptr + first, tl.max(of_lines), mask=first < COUNT, sem="relaxed")
+    else:
+        PARTS: tl.constexpr = (ROWS + EDGE - 1) // EDGE
+        group = group_of(strips_ptr, STRIPS, at.row + EDGE * tl.arange(0, PARTS), EDGE)
+        of_strips = tl.max(tl.reshape(of_lines, (PARTS, ROWS // PARTS)), 1)
+        tl.atomic_max(amax_ptr + group, of_strips, mask=group < COUNT, sem="relaxed")
+
+
+@triton.jit
+def cast_groups_with_one(
+    x_ptr, strips_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
+    COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Codes with one scale a group, of its amax, for each usage whose pointer is not None.
+
+    Programs take the last tile first: what an amax was made of last is still in L2.
+    """
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    for one in range(index, COUNT, tl.num_programs(0)):
+        scale_inv = inverse(scale_from_amax(tl.load(amax_ptr + one), CAST), CAST.POWER_OF_2)
+        if row_ptr is not None:
+            tl.store(row_scale_inv_ptr + one, scale_inv)
+        if col_ptr is not None:
+            tl.store(col_scale_inv_ptr + one, scale_inv)
+    line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+    if is_past(strips_ptr, STRIPS, at.row, EDGE):
+        if col_ptr is not None:
+            store_zero_columns(col_ptr, at, TILE)
+        return
+    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+    group = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, TILE.ROWS // 2), EDGE)
+    amax = tl.load(amax_ptr + group, mask=group < COUNT, other=0.0)
+    scale = scale_from_amax(amax, CAST)[:, None]
+    if row_ptr is not None:
+        store_lines(row_ptr, even, scale, line, line < stop, at.col, N, CAST, TILE)
+        store_lines(row_ptr, odd, scale, line + 1, line + 1 < stop, at.col, N, CAST, TILE)
+    if col_ptr is not None:
+        store_columns(col_ptr, even, odd, scale, at, CAST, TILE, False)
+
+
+@triton.jit
+def amax_of_group_lines(
+    x_ptr, strips_ptr, row_amax_ptr, col_amax_ptr, COUNT, STRIPS, M, N,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Atomic maxima of each row of x, unless its pointer is None, and of each column of each group.
+
+    A program goes down STEPS tiles of the same columns, ROWS of which are a strip or less. It reduces the columns'
+    amaxes where a group ends, and once more at its end.
+    """
+    first = place(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
+    ROWS: tl.constexpr = TILE.ROWS
+    COLS: tl.constexpr = TILE.COLS
+    j = first.col + tl.arange(0, COLS)
+    current = group_of(strips_ptr, STRIPS, first.row, EDGE)
+    largest = tl.zeros((ROWS, COLS), tl.float32)
+    for step in tl.range(0, tl.minimum(STEPS, tl.cdiv(M - first.row, ROWS)), num_stages=STAGES):
+        row = first.row + step * ROWS
+        line, stop = lines_of(strips_ptr, STRIPS, row, 1, ROWS, EDGE)
+        x = load_lines(x_ptr, line, line < stop, first.col, N, TILE, "")
+        group = group_of(strips_ptr, STRIPS, row, EDGE)
+        if group != current:
+            bits = amax_bits(tl.max(largest, 0))
+            tl.atomic_max(col_amax_ptr + current * N + j, bits, mask=j < N, sem="relaxed")
+            largest = tl.zeros((ROWS, COLS), tl.float32)
+            current = group
+        if row_amax_ptr is not None:
+            bits = amax_bits(tl.max(tl.abs(x), 1))
+            tl.atomic_max(row_amax_ptr + line, bits, mask=line < stop, sem="relaxed")
+        largest = larger_magnitude(largest, x)
+    bits = amax_bits(tl.max(largest, 0))
+    inside = (j < N) & (current < COUNT)
+    tl.atomic_max(col_amax_ptr + current * N + j, bits, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def cast_group_lines(
+    x_ptr, strips_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr,
+    COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Columnwise codes with scales of the amaxes of a group's columns, and rowwise ones, unless their pointer is None.
+
+    Columns of a tile that is of one group have a scale each, else one in each of its rows.
+    """
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    ROWS: tl.constexpr = TILE.ROWS
+    j = at.col + tl.arange(0, TILE.COLS)
+    for one in range(at.row // ROWS, COUNT, tl.cdiv(M, ROWS)):
+        of_group = one * N + j
+        scale = scale_from_amax(tl.load(col_amax_ptr + of_group, mask=j < N, other=0.0), CAST)
+        tl.store(col_scale_inv_ptr + of_group, inverse(scale, CAST.POWER_OF_2), mask=j < N)
+    line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, ROWS, EDGE)
+    if is_past(strips_ptr, STRIPS, at.row, EDGE):
+        store_zero_columns(col_ptr, at, TILE)
+        return
+    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+    if row_ptr is not None:
+        even_scale = scale_from_amax(tl.load(row_amax_ptr + line, mask=line < stop, other=0.0), CAST)
+        odd_scale = scale_from_amax(tl.load(row_amax_ptr + line + 1, mask=line + 1 < stop, other=0.0), CAST)
+        store_lines(row_ptr, even, even_scale[:, None], line, line < stop, at.col, N, CAST, TILE)
+        store_lines(row_ptr, odd, odd_scale[:, None], line + 1, line + 1 < stop, at.col, N, CAST, TILE)
+        is_first = at.col == 0
+        tl.store(
+            row_scale_inv_ptr + line, inverse(even_scale, CAST.POWER_OF_2), mask=is_first & (line < stop)
+        )
+        is_second = is_first & (line + 1 < stop)
+        tl.store(row_scale_inv_ptr + line + 1, inverse(odd_scale, CAST.POWER_OF_2), mask=is_second)
+    group = group_of(strips_ptr, STRIPS, at.row, EDGE)
+    if EDGE % ROWS == 0:
+        is_one = True
+    else:
+        is_one = group == group_of(strips_ptr, STRIPS, at.row + ROWS - 1, EDGE)
+    if is_one:
+        of_columns = col_amax_ptr + group * N + j
+        amax = tl.load(of_columns, mask=(j < N) & (group < COUNT), other=0.0)
+        store_columns(col_ptr, even, odd, scale_from_amax(amax, CAST)[None, :], at, CAST, TILE, False)
+    else:
+        groups = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, ROWS // 2), EDGE)
+        of_elements = col_amax_ptr + groups[:, None] * N + j[None, :]
+        amaxes = tl.load(of_elements, mask=(j < N)[None, :] & (groups < COUNT)[:, None], other=0.0)
+        store_columns(col_ptr, even, odd, scale_from_amax(amaxes, CAST), at, CAST, TILE, False)
+
+
+@triton.jit(do_not_specialize=["LINES"])
+def quantize_group_vectors(
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of EDGE x 1 for the columnwise usage, and of 1 x EDGE for the rowwise one unless its pointer is None.
+
+    See ``casts.quantize_crossing_vectors``. LINES are the rows of x; COLS is EDGE.
+    """
+    square = place(tl.program_id(0), M, N, EDGE, EDGE)
+    HALF: tl.constexpr = TILE.ROWS // 2
+    largest = tl.zeros((HALF, EDGE), tl.float32)
+    for part in range(EDGE // TILE.ROWS):
+        line, stop = lines_of(strips_ptr, STRIPS, square.row + part * TILE.ROWS, 2, TILE.ROWS, EDGE)
+        even, odd = load_halves(x_ptr, line, stop, square.col, N, TILE, "evict_last")
+        largest = tl.maximum(largest, larger_magnitude(even, odd))
+        if row_ptr is not None:
+            scales = row_scale_inv_ptr + (square.col // EDGE).to(tl.int64) * LINES
+            _store_vectors(row_ptr, scales, even, line, line < stop, square.col, N, CAST, TILE)
+            _store_vectors(row_ptr, scales, odd, line + 1, line + 1 < stop, square.col, N, CAST, TILE)
+    scale = scale_from_amax(tl.max(largest, 0), CAST)
+    for part in range(EDGE // TILE.ROWS):
+        line, stop = lines_of(strips_ptr, STRIPS, square.row + part * TILE.ROWS, 2, TILE.ROWS, EDGE)
+        even, odd = load_halves(x_ptr, line, stop, square.col, N, TILE, "evict_first")
+        at = moved(square, part * TILE.ROWS, 0)
+        store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
+    j = square.col + tl.arange(0, EDGE)
+    scales = col_scale_inv_ptr + (square.row // EDGE).to(tl.int64) * N + j
+    tl.store(scales, inverse(scale, CAST.POWER_OF_2), mask=j < N)
+
+
+@triton.jit
+def _store_vectors(row_ptr, scales, x, line, is_line, col, N, CAST: tl.constexpr, TILE: tl.constexpr):
+    scale = scale_from_amax(tl.max(tl.abs(x), 1), CAST)
+    store_lines(row_ptr, x, scale[:, None], line, is_line, col, N, CAST, TILE)
+    tl.store(scales + line, inverse(scale, CAST.POWER_OF_2), mask=is_line)
+
+
+@triton.jit
+def quantize_group_squares(
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Squares of EDGE x EDGE for each usage whose pointer is not None, both laid out; see ``casts.quantize_squares``.
+
+    A square is read in parts of (ROWS, COLS) for its amax. The last part stays in registers; those before it are read
+    once more to be cast.
+    """
+    square = place(tl.program_id(0), M, N, EDGE, EDGE)
+    DOWN: tl.constexpr = EDGE // TILE.ROWS
+    LAST: tl.constexpr = DOWN * (EDGE // TILE.COLS) - 1
+    amax = 0.0
+    for part in range(LAST):
+        at = moved(square, part % DOWN * TILE.ROWS, part // DOWN * TILE.COLS)
+        line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+        even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_last")
+        amax = larger_magnitude(amax, tl.max(larger_magnitude(even, odd)))
+    end = moved(square, LAST % DOWN * TILE.ROWS, LAST // DOWN * TILE.COLS)
+    line, stop = lines_of(strips_ptr, STRIPS, end.row, 2, TILE.ROWS, EDGE)
+    even, odd = load_halves(x_ptr, line, stop, end.col, N, TILE, "evict_first")
+    amax = larger_magnitude(amax, tl.max(larger_magnitude(even, odd)))
+    scale = scale_from_amax(amax, CAST)
+    store_with_one(row_ptr, col_ptr, even, odd, scale, end, CAST, TILE, False)
+    for done in range(LAST):
+        part = LAST - 1 - done
+        at = moved(square, part % DOWN * TILE.ROWS, part // DOWN * TILE.COLS)
+        line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+        even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+        store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST, TILE, False)
+    scale_inv = inverse(scale, CAST.POWER_OF_2)
+    store_scales_of_group_square(
+        row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, square, EDGE
+    )
+
+
+@triton.jit
+def quantize_group_exponents(
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of 1 x EDGE and of EDGE x 1 with exponents as scales, for each usage whose pointer is not None.
+
+    EDGE divides ROWS and COLS. Exponents are bytes, those of one row of codes side by side.
+    """
+    at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
+    line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+    if row_ptr is not None:
+        _store_exponent_vectors(
+            row_ptr, row_scale_inv_ptr, even, line, line < stop, at.col, N, CAST, EDGE, TILE
+        )
+        _store_exponent_vectors(
+            row_ptr, row_scale_inv_ptr, odd, line + 1, line + 1 < stop, at.col, N, CAST, EDGE, TILE
+        )
+    if col_ptr is not None:
+        DOWN: tl.constexpr = TILE.ROWS // EDGE
+        COLS: tl.constexpr = TILE.COLS
+        largest = tl.reshape(larger_magnitude(even, odd), (DOWN, EDGE // 2, COLS))
+        scale = scale_from_amax(tl.max(largest, 1), CAST)
+        spread = tl.broadcast_to(scale[:, None, :], (DOWN, EDGE // 2, COLS))
+        spread = tl.reshape(spread, (DOWN * (EDGE // 2), COLS))
+        store_columns(col_ptr, even, odd, spread, at, CAST, TILE, False)
+        i, j = at.row // EDGE + tl.arange(0, DOWN), at.col + tl.arange(0, COLS)
+        pointers = col_scale_inv_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
+        tl.store(pointers, _exponents(scale), mask=(i < M // EDGE)[:, None] & (j < N)[None, :])
+
+
+@triton.jit
+def _exponents(scale):
+    # The bytes of the inverses of powers of two.
+    return (inverse(scale, True).to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
+
+
+@triton.jit
+def _store_exponent_vectors(
+    row_ptr, row_scale_inv_ptr, x, line, is_line, col, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = TILE.ROWS // 2
+    ALONG: tl.constexpr = TILE.COLS // EDGE
+    scale = scale_from_amax(tl.max(tl.reshape(tl.abs(x), (HALF, ALONG, EDGE)), 2), CAST)
+    spread = tl.broadcast_to(scale[:, :, None], (HALF, ALONG, EDGE))
+    store_lines(row_ptr, x, tl.reshape(spread, (HALF, TILE.COLS)), line, is_line, col, N, CAST, TILE)
+    tiles, k = tl.cdiv(N, EDGE), col // EDGE + tl.arange(0, ALONG)
+    pointers = row_scale_inv_ptr + line.to(tl.int64)[:, None] * tiles + k[None, :]
+    tl.store(pointers, _exponents(scale), mask=is_line[:, None] & (k < tiles)[None, :])

@@ -1,0 +1,209 @@
+"""Which kernels run over groups of rows, with which arguments, and the codes they fill."""
+
+from typing import Any
+
+import torch
+
+from f8sub.formats import MULTIPLE, Operand, Tile
+from f8sub.kernels.triton import quantize_bf16x2 as paired_casts
+from f8sub.kernels.triton import quantize_grouped as grouped_casts
+from f8sub.kernels.triton import quantize_one_pass as in_turn
+from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.prepared import Made
+from f8sub.kernels.triton.quantize_launch import (
+    PAIRED_REGISTERS,
+    PAIRED_SQUARE_COLS,
+    PAIRED_SQUARES,
+    REGISTERS,
+    SQUARE,
+    WARPS_4,
+    WARPS_8,
+    cast_to,
+    cdiv,
+    covering,
+    is_paired,
+    operands,
+    shape_of,
+)
+from f8sub.kernels.triton.strips import RECORD, lay_out
+from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
+
+STRIP = MULTIPLE
+"""Rows of a strip where codes of groups begin anywhere: as few as the fewest that columnwise codes are aligned to."""
+
+WHOLE_STRIPS = 16
+"""Tables have a multiple of so many strips, so that every tile of up to 256 rows has all of its strips in there."""
+
+CELLS = 2048
+"""Strips times groups that a program of ``lay_out`` compares: 8 registers of each of its threads."""
+
+AMAX = 64, 256
+"""Tiles of ``amax_of_groups``."""
+
+LINES, LINES_READ = (STRIP, 256), {"STEPS": 32, "STAGES": 5}
+"""Tiles of ``amax_of_group_lines``; one program reads 32 of them below each other, four ahead."""
+
+CAST = 64, EDGE
+"""Tiles of the kernels that cast with scales of lines: fewer rows, fewer tiles that are of two groups."""
+
+AHEAD_BYTES, LEAST_BYTES = 5 * 2**20, 48 * 2**20
+"""Casts in turn read so many bytes ahead. They are for matrices that have at least so many bytes as the second number.
+
+L2 has 50 MiB on an H100, and an SM is near to half of them. They hold what was read of a group, what was read ahead,
+and as many bytes of codes. A smaller matrix is in L2 as a whole when two launches read it.
+"""
+
+TURN_REGISTERS = 128
+"""Of a thread that casts tokens in turn, by tiles that are squares: four programs of 4 warps on an SM.
+
+Tiles of half as many rows are up to 18 % slower on an H200.
+"""
+
+
+def quantization(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    row: Operand | None,
+    col: Operand | None,
+    edge: int,
+    rows: int,
+    laid_out: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Made:
+    """How to quantize rows in groups that follow each other, for both usages.
+
+    Args:
+        x: (M, K), not empty, contiguous; float32, bfloat16 or float16; K a multiple of 16.
+        ends: int32, of at least one group: the row after the last one of each.
+        row: what is filled with rowwise codes and scales; None to leave it out. One scale a row or a vector alone is
+            for the kernels of a whole matrix.
+        col: the same of columnwise ones, (K, rows), of the same format; one usage at least.
+        edge: rows of a strip, a multiple of 16; groups are laid out from multiples of it on.
+        rows: that groups laid out so take at most.
+        laid_out: filled with the first row and the end of each group in the codes; None where codes have x's rows.
+    """
+    format = next(made.format for made in (row, col) if made is not None)
+    tile = format.tile
+    strips = -(-rows // edge)
+    strips += -strips % WHOLE_STRIPS
+    is_of_groups = col is not None and edge % EDGE == 0 and (tile.is_whole or tile == ROWWISE)
+    turns = rows // edge if is_of_groups and x.nbytes >= LEAST_BYTES and is_paired(x, EDGE, rows) else 0
+    zeros = _zeros(x, len(ends), tile, row is not None, turns > 0)
+    counts = [3 * strips, 2 * RECORD.value * turns, *zeros]
+    table = torch.empty(sum(counts), dtype=torch.int32, device=x.device)
+    of_strips, of_turns, done, of_rows, of_groups = table.split(counts)
+    filled = {
+        "x_ptr": x,
+        "ends_ptr": ends,
+        "strips_ptr": of_strips,
+        "turns_ptr": of_turns if turns else None,
+        "zeros_ptr": table[sum(counts[:2]) :] if sum(zeros) else None,
+        "done_ptr": done,
+        "amax_ptr": of_groups,
+        "row_amax_ptr": of_rows if len(of_rows) else None,
+        "col_amax_ptr": of_groups,
+        "STRIPS": strips,
+        "TURNS": turns,
+        "ZEROS": sum(zeros),
+        "COUNT": len(ends),
+        "M": rows,
+        "N": x.shape[1],
+        "LINES": len(x),
+        "EDGE": edge,
+        "CAST": cast_to(format),
+        **operands(row, col),
+    }
+    launches = [_laying_out(filled, laid_out)]
+    if turns:
+        launches.append(_in_turn(filled, tile.is_whole))
+    elif tile.is_whole:
+        launches += _one_scale(filled)
+    elif tile == ROWWISE:
+        launches += _lines(filled)
+    elif tile == VECTOR:
+        launches.append(_vectors(filled))
+    elif tile == EXPONENT_VECTOR:
+        launches.append(covering(grouped_casts.quantize_group_exponents, filled, CAST, WARPS_4))
+    else:
+        launches.append(_squares(filled))
+    results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
+    return Made(launches, [*results, *(laid_out or ()), table], ())
+
+
+def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_turn: bool) -> list[int]:
+    """How many numbers are zero before a cast: those that count what is done, amaxes of rows, and of groups.
+
+    Each kind begins at a multiple of 16 bytes.
+    """
+    if tile.is_whole:
+        found = count * in_turn, 0, count
+    elif tile == ROWWISE:
+        found = count * in_turn, len(x) * has_rows, count * x.shape[1]
+    else:
+        found = 0, 0, 0
+    return [number + -number % 4 for number in found]
+
+
+def _in_turn(filled: dict[str, Any], is_whole: bool) -> Launch:
+    """Amaxes and casts in one launch."""
+    kernel = in_turn.quantize_groups_in_turn if is_whole else in_turn.quantize_lines_in_turn
+    programs = 2 * filled["TURNS"] * (filled["EDGE"] // EDGE) * (filled["N"] // EDGE)
+    options = {**WARPS_4, "maxnreg": TURN_REGISTERS}
+    return Launch(kernel, programs, {**filled, "TILE": shape_of(*SQUARE, True)}, options)
+
+
+def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:
+    count, strips = filled["COUNT"], filled["STRIPS"]
+    held = max(16, 1 << (count - 1).bit_length())
+    block = min(256, CELLS // held)
+    first, laid_ends = laid_out or (None, None)
+    x = filled["x_ptr"]
+    arguments = {
+        **filled,
+        "first_ptr": first,
+        "laid_ends_ptr": laid_ends,
+        "ROWS": filled["LINES"],
+        "AHEAD": cdiv(AHEAD_BYTES, filled["EDGE"] * x.shape[1] * x.itemsize),
+        "GROUPS": held,
+        "BLOCK": block,
+    }
+    return Launch(lay_out, cdiv(strips, block), arguments, WARPS_8)
+
+
+def _one_scale(filled: dict[str, Any]) -> list[Launch]:
+    make = {**filled, "amax_ptr": filled["amax_ptr"].view(torch.float32)}
+    return [
+        covering(grouped_casts.amax_of_groups, filled, AMAX, WARPS_8),
+        covering(grouped_casts.cast_groups_with_one, make, SQUARE, WARPS_8),
+    ]
+
+
+def _lines(filled: dict[str, Any]) -> list[Launch]:
+    find, make = {**filled, **LINES_READ}, dict(filled)
+    for name in ("row_amax_ptr", "col_amax_ptr"):
+        make[name] = None if filled[name] is None else filled[name].view(torch.float32)
+    area = LINES[0] * LINES_READ["STEPS"], LINES[1]
+    return [
+        covering(grouped_casts.amax_of_group_lines, find, LINES, WARPS_4, area),
+        covering(grouped_casts.cast_group_lines, make, CAST, WARPS_4),
+    ]
+
+
+def _vectors(filled: dict[str, Any]) -> Launch:
+    if is_paired(filled["x_ptr"], EDGE, filled["M"]):
+        options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
+        return covering(paired_casts.quantize_paired_vectors, filled, SQUARE, options)
+    return covering(grouped_casts.quantize_group_vectors, filled, CAST, WARPS_4, SQUARE)
+
+
+def _squares(filled: dict[str, Any]) -> Launch:
+    edge = filled["EDGE"]
+    if (
+        filled["col_ptr"] is not None
+        and edge in PAIRED_SQUARES
+        and is_paired(filled["x_ptr"], edge, filled["M"])
+    ):
+        return covering(
+            paired_casts.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
+        )
+    options = {**WARPS_8, "maxnreg": REGISTERS}
+    return covering(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))

@@ -1,0 +1,207 @@
+"""Casts with scales of whole groups by one launch: some groups' amaxes are found while others are cast.
+
+[Note] Turns. An element is read for its group's amax, and again to be cast. Where groups are small, what was read for
+amaxes a moment ago is still in L2 when it is cast. So one launch does both. Its programs have numbers in the order of
+turns: those that read a strip of rows for amaxes, and, so many strips later that they mostly are done with its group,
+those that cast one. ``done`` counts of each group the programs that found amaxes, and who casts waits for all of them.
+GPUs start programs in the order of their numbers, which CUB's scans rely on, too; and those that are waited for have
+smaller numbers and wait for nothing. For strips see ``strips``; tokens are read as ``pairs``.
+"""
+
+import triton
+import triton.language as tl
+
+from f8sub.kernels.triton.bf16x2 import (
+    amax_bits_at,
+    codes_of_columns,
+    codes_of_rows,
+    finite_pair,
+    high,
+    last,
+    last_of_tile,
+    later,
+    later_of_each,
+    load_pairs,
+    low,
+    one_by_one,
+    order,
+    store_column_words,
+    store_inverses,
+    store_pairs_with_one,
+    store_row_codes,
+)
+from f8sub.kernels.triton.strips import load_turn
+from f8sub.kernels.triton.tile_ops import (
+    EXPONENT_BITS,
+    At,
+    codes,
+    finite_or_nan,
+    inverse,
+    load,
+    magnitude_bits,
+    scale_from_amax,
+    scaled,
+    store,
+    store_zero_columns,
+)
+
+
+@triton.jit
+def _mark_done(done_ptr):
+    # The barrier has all threads' amaxes there before the number that tells of them.
+    tl.debug_barrier()
+    tl.atomic_add(done_ptr, 1, sem="release")
+
+
+@triton.jit
+def _wait(done_ptr, count):
+    while tl.atomic_add(done_ptr, 0, sem="acquire") < count:
+        pass
+
+
+@triton.jit
+def _amax(pointers, mask):
+    # Of bits that order as amaxes do. From L2, where atomics are.
+    return tl.load(pointers, mask=mask, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part(N, EDGE: tl.constexpr, TILE: tl.constexpr):
+    # How many programs a strip has, and where in it the tile of this one begins.
+    tiles = N // TILE.COLS
+    part = tl.program_id(0) % (tiles * (EDGE // TILE.ROWS))
+    return tiles * (EDGE // TILE.ROWS), part // tiles * TILE.ROWS, part % tiles * TILE.COLS
+
+
+@triton.jit
+def _is_empty(ends_ptr, group, LINES):
+    stop = tl.minimum(tl.load(ends_ptr + group), LINES)
+    return stop <= tl.minimum(tl.load(ends_ptr + group - 1, mask=group > 0, other=0), LINES)
+
+
+@triton.jit
+def _bits_one_by_one(halves):
+    return one_by_one(amax_bits_at(low(halves)), amax_bits_at(high(halves)))
+
+
+@triton.jit(do_not_specialize=["TURNS", "LINES"])
+def quantize_lines_in_turn(
+    x_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
+    col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``grouped_casts.amax_of_group_lines`` and ``cast_group_lines``, in turn."""
+    parts, down, col = _part(N, EDGE, TILE)
+    strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
+    line += down
+    source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
+    if casts:
+        if group >= COUNT:
+            store_zero_columns(col_ptr, at, TILE)
+        else:
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
+            _wait(done_ptr + group, count * parts)
+            even, odd = finite_pair(even), finite_pair(odd)
+            if row_ptr is not None:
+                i = line + 2 * tl.arange(0, TILE.ROWS // 2)
+                even_scale = scale_from_amax(_amax(row_amax_ptr + i, i < stop), CAST)
+                odd_scale = scale_from_amax(_amax(row_amax_ptr + i + 1, i + 1 < stop), CAST)
+                even_codes = codes_of_rows(even, even_scale[:, None], CAST)
+                odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
+                store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, False, TILE)
+                lines = tl.where(col == 0, stop - line, 0)
+                store_inverses(row_scale_inv_ptr + line, even_scale, odd_scale, lines, False, CAST.POWER_OF_2)
+            j = group * N + col + 2 * tl.arange(0, TILE.COLS // 2)
+            left_scale = scale_from_amax(_amax(col_amax_ptr + j, True), CAST)
+            right_scale = scale_from_amax(_amax(col_amax_ptr + j + 1, True), CAST)
+            words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
+            store_column_words(col_ptr, words, at, TILE)
+            scales = col_scale_inv_ptr + group * N + col
+            lines = tl.where((strip == first) & (down == 0), TILE.COLS, 0)
+            store_inverses(scales, left_scale, right_scale, lines, False, CAST.POWER_OF_2)
+    else:
+        j = col + tl.arange(0, TILE.COLS)
+        if group < COUNT:
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
+            even, odd = order(even), order(odd)
+            if row_amax_ptr is not None:
+                lines = line + tl.arange(0, TILE.ROWS)
+                of_rows = _bits_one_by_one(last(later_of_each(even, odd), 1))
+                tl.atomic_max(row_amax_ptr + lines, of_rows, mask=lines < stop, sem="relaxed")
+            of_columns = _bits_one_by_one(last(later(even, odd), 0))
+            tl.atomic_max(col_amax_ptr + group * N + j, of_columns, sem="relaxed")
+            _mark_done(done_ptr + group)
+        for one in range(strip, COUNT, TURNS):
+            if (down == 0) & _is_empty(ends_ptr, one, LINES):
+                tl.store(col_scale_inv_ptr + one * N + j, tl.full((TILE.COLS,), 1.0, tl.float32))
+
+
+@triton.jit(do_not_specialize=["TURNS", "LINES"])
+def quantize_groups_in_turn(
+    x_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
+    col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """``grouped_casts.amax_of_groups`` and ``cast_groups_with_one``, in turn."""
+    parts, down, col = _part(N, EDGE, TILE)
+    strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
+    line += down
+    source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
+    if casts:
+        if group >= COUNT:
+            store_zero_columns(col_ptr, at, TILE)
+        else:
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
+            _wait(done_ptr + group, count * parts)
+            scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
+            store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, stop, source, at, CAST, False, TILE)
+            is_first = (strip == first) & (down == 0) & (col == 0)
+            scale_inv = inverse(scale, CAST.POWER_OF_2)
+            if row_ptr is not None:
+                tl.store(row_scale_inv_ptr + group, scale_inv, mask=is_first)
+            tl.store(col_scale_inv_ptr + group, scale_inv, mask=is_first)
+    else:
+        if group < COUNT:
+            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
+            bits = amax_bits_at(last_of_tile(order(even), order(odd)))
+            tl.atomic_max(amax_ptr + group, bits, sem="relaxed")
+            _mark_done(done_ptr + group)
+        for one in range(strip, COUNT, TURNS):
+            is_empty = (down == 0) & (col == 0) & _is_empty(ends_ptr, one, LINES)
+            if row_ptr is not None:
+                tl.store(row_scale_inv_ptr + one, 1.0, mask=is_empty)
+            tl.store(col_scale_inv_ptr + one, 1.0, mask=is_empty)
+
+
+@triton.jit
+def quantize_bands_in_turn(
+    x_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, BANDS, AHEAD, SIZE, STRIDE,
+    CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``casts.amax_of_bands`` and ``cast_bands``, in turn: a band is cast after AHEAD more were read, fewer than BANDS.
+
+    After the first ones, bands that are cast and bands that are read alternate.
+    """
+    parts = tl.cdiv(SIZE, BLOCK)
+    turn, start = tl.program_id(0) // parts - (AHEAD + 1), tl.program_id(0) % parts * BLOCK
+    alternate = BANDS - (AHEAD + 1)
+    is_cast = (turn >= 0) & ((turn >= 2 * alternate) | (turn % 2 == 0))
+    band = AHEAD + 1 + turn
+    if is_cast:
+        band = tl.where(turn < 2 * alternate, turn // 2, turn - alternate)
+    elif turn >= 0:
+        band = AHEAD + 1 + turn // 2
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < SIZE - start
+    pointers = x_ptr + band.to(tl.int64) * STRIDE + start + offsets
+    if is_cast:
+        x = load(pointers, inside, WHOLE, "evict_first").to(tl.float32)
+        _wait(done_ptr + band, parts)
+        scale = scale_from_amax(_amax(amax_ptr + band, True), CAST)
+        made = codes(scaled(finite_or_nan(x), scale, CAST, False), CAST.CODES)
+        store(row_ptr + band.to(tl.int64) * SIZE + start + offsets, made, inside, WHOLE)
+        tl.store(row_scale_inv_ptr + band, inverse(scale, CAST.POWER_OF_2), mask=start == 0)
+    else:
+        bits = magnitude_bits(load(pointers, inside, WHOLE, "evict_last").to(tl.float32))
+        tl.atomic_max(amax_ptr + band, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
+        _mark_done(done_ptr + band)

@@ -1,0 +1,147 @@
+"""What each aten operator that a user may call does with a Float8Tensor, one handler a meaning.
+
+Transposes keep their codes, as views of rows do in training, and products of two Float8Tensors are
+float8 GEMMs. Any other operator reads the high-precision values that the codes stand for, with a warning once. So a
+module that reads a weight itself computes the same whether FSDP2 gathers that weight in float8 or not, within what the
+codes cost.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.formats import Operand
+from f8sub.kernels.gemm.select import gemm_nt, select_gemm
+from f8sub.recipe import GemmSpec
+from f8sub.tensor.float8_tensor import ANY_OTHER, Float8Tensor, implements
+from f8sub.tensor.op_schema import describe
+from f8sub.torch_compat import return_and_correct_aliasing, tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+
+_told: set[str] = set()
+"""Operators that were warned about."""
+
+
+@implements(ANY_OTHER)
+def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any other operator: of the values that the codes stand for, with a warning once an operator.
+
+    Raises:
+        NotImplementedError: it would write to codes.
+    """
+    for position, name in describe(func).written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if written := [t for t in tree_leaves(value) if isinstance(t, Float8Tensor)]:
+            raise NotImplementedError(
+                f"{func} would write to {written[0]!r}, whose codes do not change; write to what .dequantize() "
+                "returns, or to the sharded weight that it was gathered from"
+            )
+    composed = func.decompose(*args, **kwargs)
+    if composed is not NotImplemented:
+        return composed
+    read = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Float8Tensor))
+    if str(func) not in _told:
+        _told.add(str(func))
+        warnings.warn(
+            f"{func} reads {read!r} in high precision: it is dequantized each time, {read.numel() * read.itemsize:,} "
+            "bytes. That is right, and slower than a float8 layer. Where it is a weight that FSDP2 gathers, a module "
+            "reads it outside of its layer: leave that layer out with skip=, or convert with float8_all_gather=False, "
+            "if its time counts. Said once for each operator",
+            Float8Warning,
+            stacklevel=_frames_of_f8sub() + 1,
+        )
+    args, kwargs = tree_map_only(Float8Tensor, lambda t: t.dequantize(), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+@implements(aten.t.default, aten.transpose.int, aten.permute.default)
+def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Transposing moves no bytes: rowwise and columnwise trade places. ``tensor.T`` is a permutation."""
+    tensor, *dims = args
+    if tensor.dim() != 2:
+        return in_high_precision(func, args, kwargs)
+    first, second = (0, dims[0][0]) if func is aten.permute.default else dims or (0, 1)
+    if first % 2 == second % 2:
+        return aten.alias.default(tensor)
+    out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+@implements(aten.copy_.default)
+def _copy_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``copy_`` of a Float8Tensor into another tensor."""
+    target, source, *others = args
+    if isinstance(target, Float8Tensor):
+        return in_high_precision(func, args, kwargs)
+    return func(target, source.dequantize(), *others, **kwargs)
+
+
+@implements(aten.zeros_like.default, aten.empty_like.default)
+def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """High-precision tensors: what asks for them is a gradient or a buffer, which is not float8."""
+    tensor: Float8Tensor = args[0]
+    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return func(meta, **{**kwargs, "device": kwargs.get("device") or tensor.device})
+
+
+@implements(aten.mm.default, aten.matmul.default)
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``a @ b``: a's rows with b's columns."""
+    a, b = args
+    if not _are_matrices(a, b):
+        return in_high_precision(func, args, kwargs)
+    return _multiply(func, _usage(func, a, "rowwise"), _usage(func, b, "columnwise"), a.dtype)
+
+
+@implements(aten.addmm.default)
+def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``bias + a @ b``; the sum in high precision."""
+    bias, a, b = args
+    if kwargs or not _are_matrices(a, b):
+        return in_high_precision(func, args, kwargs)
+    return torch.add(bias, _mm(func, (a, b), {}))
+
+
+@implements(aten.linear.default)
+def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x @ w.t() + bias``: rows of both. Seen whole only where autograd is off; it is addmm or mm otherwise."""
+    x, w, bias = (*args, None)[:3]
+    if not (isinstance(x, Float8Tensor) and isinstance(w, Float8Tensor)):
+        return in_high_precision(func, args, kwargs)
+    rows = aten.view.default(x, (-1, x.shape[-1]))
+    y = _multiply(func, _usage(func, rows, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
+    y = y.view(*x.shape[:-1], w.shape[0])
+    return y if bias is None else y + bias
+
+
+def _frames_of_f8sub() -> int:
+    """How many frames of this package are on top of the stack, the caller's among them."""
+    count = 0
+    while sys._getframe(count + 1).f_globals.get("__name__", "").startswith("f8sub."):
+        count += 1
+    return count
+
+
+def _are_matrices(*tensors: torch.Tensor) -> bool:
+    return all(isinstance(tensor, Float8Tensor) and tensor.dim() == 2 for tensor in tensors)
+
+
+def _usage(func: Any, tensor: Float8Tensor, usage: str) -> Operand:
+    operand: Operand | None = getattr(tensor, usage)
+    if operand is None:
+        raise Float8ConfigError(
+            f"{func} reads the {usage} usage, which {tensor!r} lacks: quantize it with {usage}=True, or call "
+            f".update_usage({usage}=True)"
+        )
+    return operand
+
+
+def _multiply(func: Any, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    backend = select_gemm(GemmSpec(a=a.format, b=b.format), a.data.device)
+    if backend is None:
+        raise RuntimeError(f"{func}: no backend for two float8 operands")
+    return gemm_nt(backend, a, b, dtype)

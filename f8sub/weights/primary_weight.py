@@ -1,0 +1,399 @@
+"""PrimaryWeight: a weight that is its float8 codes; its high-precision master belongs to an optimizer.
+
+    optimizer: master weight, float32  --cast-->  model: codes, 1 byte an element
+
+A model's parameter cannot be the codes' bytes alone: FSDP2, DTensor and ``nn.Module`` ask it for views, and users for
+its values. So it is a handle: a shape and a dtype, no storage of its own, and one record that all its views share.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+
+from f8sub.errors import Float8ConfigError
+from f8sub.formats import Float8Format, Operand
+from f8sub.kernels.scales import CURRENT, LayerSource
+from f8sub.tensor.op_schema import describe
+from f8sub.torch_compat import is_dtensor, no_torch_function, tree_leaves, tree_map_only
+from f8sub.weights.cast import rowwise_of
+from f8sub.weights.dropped_shard import DroppedShard, LoadedCodes
+from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.shard import Shard
+from f8sub.weights.weight import Weight, WeightRecord
+
+aten = torch.ops.aten
+
+
+class Primary:
+    """What all views of one primary weight share.
+
+    Attributes:
+        record: of the weight; None while ``torch.compile`` traces.
+        shape: of the weight, or of this rank's shard of it.
+        dtype: what the weight is to the model and to autograd; values are rounded to it before they are cast.
+        sharded: whether it is one rank's shard.
+        master: the high-precision values, in the optimizer; None once they were dropped.
+        dropping: drop a shard's master as soon as its codes were gathered.
+        codes: what the codes dequantize with once the master was dropped: a Float8Tensor or a shard.
+    """
+
+    codes: Any
+
+    def __init__(
+        self,
+        record: WeightRecord | None,
+        fqn: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        sharded: bool,
+    ) -> None:
+        self.record, self.fqn = record, fqn
+        self.shape = shape
+        self.dtype = dtype
+        self.sharded = sharded
+        self.master: MasterWeight | None = None
+        self.dropping = False
+        self.codes = None
+
+    def drop(self, codes: Any) -> None:
+        """Let go of the master; ``codes`` hold the weight from now on."""
+        self.master, self.codes = None, codes
+
+    def values(self) -> torch.Tensor:
+        """The weight in high precision, ``shape`` and ``dtype``: the master rounded, or the codes dequantized."""
+        if self.master is not None:
+            return self.master.plain.to(self.dtype)
+        dequantized: torch.Tensor = self.codes.dequantize()
+        return dequantized.view(self.shape).to(self.dtype)
+
+
+class _Slot:
+    """Which weight the views of one handle are of; None for zeros that FSDP2 made to copy a weight into."""
+
+    __slots__ = ("primary",)
+
+    def __init__(self, primary: Primary | None) -> None:
+        self.primary = primary
+
+
+Self = TypeVar("Self", bound="PrimaryWeight")
+
+
+class PrimaryWeight(Weight):
+    """A parameter that is kept as float8 codes. See the module's docstring.
+
+    Reading it gives the master's values rounded to ``dtype``, or the dequantized codes where the master was dropped.
+    Writing to it writes to the master.
+
+    Raises:
+        Float8ConfigError: on a write after the master was dropped.
+    """
+
+    __torch_function__ = no_torch_function
+
+    OWN_ATTRIBUTES: ClassVar = frozenset({"_geometry", "_slot"})
+    """What an instance holds besides the attributes that users set on their parameters."""
+
+    _geometry: torch.Tensor
+    _slot: _Slot
+
+    @staticmethod
+    def __new__(cls: type[Self], geometry: torch.Tensor, slot: _Slot, device: torch.device) -> Self:
+        """See ``of``; ``geometry`` is a meta tensor of this view's shape, strides and dtype."""
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            geometry.shape,
+            strides=geometry.stride(),
+            storage_offset=geometry.storage_offset(),
+            dtype=geometry.dtype,
+            device=device,
+        )
+        self._geometry, self._slot = geometry, slot
+        return self
+
+    def __init__(self, geometry: torch.Tensor, slot: _Slot, device: torch.device) -> None:
+        super().__init__()
+
+    @classmethod
+    def of(cls: type[Self], primary: Primary, device: torch.device) -> Self:
+        """The whole weight, or this rank's whole shard of it."""
+        return cls(torch.empty(primary.shape, dtype=primary.dtype, device="meta"), _Slot(primary), device)
+
+    @property
+    def primary(self) -> Primary:
+        """The record that all views of the weight share."""
+        if self._slot.primary is None:
+            raise Float8ConfigError(
+                f"zeros of shape {tuple(self.shape)} that were made with new_zeros from a float8 primary weight only "
+                "serve to copy that whole weight into; use torch.zeros, and drop_high_precision after fully_shard"
+            )
+        return self._slot.primary
+
+    @property
+    def record(self) -> WeightRecord | None:
+        """Of the weight; None for zeros that FSDP2 made to copy a weight into."""
+        return None if self._slot.primary is None else self._slot.primary.record
+
+    @property
+    def master(self) -> MasterWeight | None:
+        """The high-precision values, in the optimizer."""
+        return self.primary.master
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The values as an ordinary tensor on this handle's device; a copy unless the master has their dtype."""
+        values = self.primary.values()
+        view = values.as_strided(self.shape, self.stride(), values.storage_offset() + self.storage_offset())
+        return view.to(self.device)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A view of the weight that autograd does not know of."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Write to the master, as ``copy_`` does: what ``nn.Module.to`` and ``to_empty`` call."""
+        if values.dtype != self.dtype or values.shape != self.shape:
+            gone = self.primary.master is None
+            why = "once its high-precision values were dropped" if gone else "under its master"
+            before = "drop_high_precision(model)" if gone else "MasterWeights(optimizer)"
+            raise Float8ConfigError(
+                f"{self.primary.fqn}: its float8 weight of dtype {self.dtype} cannot become {values.dtype} of shape "
+                f"{tuple(values.shape)} {why}; call model.to(dtype) before {before}"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What a state dict holds: the master itself, so that loading in place reaches it, or values of its own."""
+        primary = self.primary
+        if primary.master is None or primary.master.dtype != self.dtype:
+            return like_sharded(self.plain, parameter)
+        view = _master_view(self)
+        if not primary.sharded:
+            return like_sharded(view.exported, parameter)
+        view.copies_plainly = True
+        return like_sharded(view, parameter)
+
+    @property
+    def cast_by_shard(self) -> MasterWeight | None:
+        """The master, or the empty one of codes that were loaded."""
+        codes = self.primary.codes
+        return codes.master if isinstance(codes, LoadedCodes | DroppedShard) else self.primary.master
+
+    def was_sharded(self, shard: Shard) -> None:
+        """Codes that were loaded are the shard's from now on."""
+        if isinstance(codes := self.primary.codes, LoadedCodes):
+            self.primary.drop(codes.given_to(shard))
+
+    def was_gathered(self, shard: Shard) -> None:
+        """A master that is to be dropped goes once its fresh codes were gathered."""
+        if self.primary.dropping and not isinstance(shard, DroppedShard):
+            self.primary.drop(DroppedShard.of(shard))
+
+    @property
+    def _traced(self) -> torch.Tensor:
+        """What torch.compile traces: the master, which it casts, or the codes alone."""
+        primary = self.primary
+        return primary.codes if primary.master is None else primary.master
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_traced"], (self.primary.fqn, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls: type[Self],
+        inner: dict[str, torch.Tensor],
+        context: Any,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> Self:
+        fqn, dtype = context
+        values = inner["_traced"]
+        primary = Primary(None, fqn, torch.Size(outer_size), dtype, sharded=False)
+        if isinstance(values, MasterWeight):
+            primary.master = values
+        else:
+            primary.codes = values
+        return cls.of(primary, values.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A weight of its own in high precision, which no optimizer has taken."""
+        if id(self) not in memo:
+            copy: Any = self.plain.clone()
+            if (master := self.primary.master) is not None:
+                copy = type(master)(copy)
+                copy.cell.record = master.record
+            if isinstance(self, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            if self.grad is not None:
+                copy.grad = self.grad.__deepcopy__(memo)
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        primary = self._slot.primary
+        where = (
+            "" if primary is None else ", dropped" if primary.master is None else f", {primary.master.dtype}"
+        )
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, master={where[2:] or None})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Views are of the handle; any other operator reads values, and writes to the master."""
+        kwargs = kwargs or {}
+        if (handler := _HANDLERS.get(func)) is not None:
+            return handler(func, args, kwargs)
+        op = describe(func)
+        if op.is_view:
+            return _view(func, args, kwargs)
+        written = [
+            args[position] if position < len(args) else kwargs.get(name) for position, name in op.written
+        ]
+        results = tree_leaves(written)
+        targets = {id(t): _master_view(t) for t in results if isinstance(t, PrimaryWeight)}
+        dtypes = {t.dtype: targets[id(t)].dtype for t in results if id(t) in targets}
+        kept = set(map(id, results))
+
+        def given(t: torch.Tensor) -> torch.Tensor:
+            if id(t) in kept:
+                return targets.get(id(t), t)
+            values = t.plain if isinstance(t, PrimaryWeight) else t
+            return values.to(dtypes.get(values.dtype, values.dtype))  # many operators take one dtype alone
+
+        args_in, kwargs_in = tree_map_only(torch.Tensor, given, (args, kwargs))
+        out = func(*args_in, **kwargs_in)
+        return written[0] if targets and isinstance(out, MasterWeight) else out
+
+
+def primary_rowwise(
+    weight: PrimaryWeight, format: Float8Format, dtype: torch.dtype, source: LayerSource = CURRENT
+) -> Operand:
+    """An unsharded primary weight's rowwise operand: its codes, cast anew after the master changed.
+
+    Args:
+        weight: (N, K), or (E, N, K), of which the operand has all rows, one expert's after the other's.
+        format: of the codes.
+        dtype: the GEMM's high-precision dtype; values are rounded to it, after the weight's own, and then cast.
+        source: of the scale, where there is a master to cast.
+
+    Raises:
+        Float8ConfigError: the master was dropped and the codes left are of another format.
+    """
+    primary = weight.primary
+    if primary.master is not None:
+        master: Any = primary.master.flatten(0, -2)
+        return rowwise_of(master, format, dtype, source, primary.dtype)
+    kept: Operand | None = primary.codes.rowwise
+    if kept is None or kept.format != format:
+        raise Float8ConfigError(
+            f"{primary.fqn}: asked for codes of {format}, but its master was dropped and its codes are "
+            f"{primary.codes!r}; use the recipe that it was converted with"
+        )
+    return kept
+
+
+PrimaryWeight.rowwise_codes = staticmethod(primary_rowwise)
+
+
+def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
+    if not is_dtensor(weight):
+        return local
+    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    return weight.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _master_view(weight: PrimaryWeight) -> MasterWeight:
+    """What a write to ``weight`` is to write to."""
+    primary = weight.primary
+    if (master := primary.master) is None:
+        raise Float8ConfigError(
+            f"{primary.fqn}: its high-precision values were dropped, so its float8 codes cannot be changed; load "
+            "state dicts and initialize before drop_high_precision(model), or call restore_high_precision(model) first"
+        )
+    offset = master.storage_offset() + weight.storage_offset()
+    return cast(MasterWeight, master.detach().as_strided(weight.shape, weight.stride(), offset))
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    weight: PrimaryWeight = args[0]
+    views = func(weight._geometry, *args[1:], **kwargs)
+    return tree_map_only(
+        torch.Tensor, lambda geometry: type(weight)(geometry, weight._slot, weight.device), views
+    )
+
+
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``copy_``: FSDP2's copy of a weight into zeros of the padded shape, or new values for the master.
+
+    A value that the master rounds to already changes nothing: what a state dict in a narrower dtype cannot hold is
+    not lost when it is loaded back, in whichever order a model and its optimizer are.
+    """
+    target, source = args[:2]
+    if not isinstance(target, PrimaryWeight):
+        return func(target, source.plain, *args[2:], **kwargs)
+    if isinstance(source, PrimaryWeight):
+        if target._slot.primary is None and source.shape == source.primary.shape:
+            target._slot.primary = source.primary
+        if target._slot.primary is source.primary:
+            return target
+    master = _master_view(target)
+    values = (source.plain if isinstance(source, Weight) else source).to(master.device)
+    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
+    return target
+
+
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another dtype is another value. Another device is FSDP2's CPU offload, or a move of what has no master."""
+    weight: PrimaryWeight = args[0]
+    primary, device = weight.primary, torch.device(kwargs.get("device") or weight.device)
+    if kwargs.get("dtype") not in (None, weight.dtype):
+        return func(weight.plain, **kwargs)
+    if not primary.sharded and device != weight.device:
+        if primary.master is not None:
+            raise Float8ConfigError(
+                f"{primary.fqn}: to {device} would part the weight from its master on {weight.device}; move the model "
+                "before MasterWeights(optimizer)"
+            )
+        moved = Primary(primary.record, primary.fqn, primary.shape, primary.dtype, sharded=False)
+        moved.codes = primary.codes.to(device)
+        return type(weight)(weight._geometry, _Slot(moved), device)
+    return type(weight)(weight._geometry, weight._slot, device)
+
+
+def _same_handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    weight: PrimaryWeight = args[0]
+    return type(weight)(weight._geometry, weight._slot, weight.device)
+
+
+def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Zeros for FSDP2 to copy the weight into; plain ones where another dtype or device is asked for."""
+    weight: PrimaryWeight = args[0]
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    geometry = func(weight._geometry, *args[1:], **{**options, "device": "meta"})
+    if geometry.dtype == weight.dtype and torch.device(options.get("device", weight.device)) == weight.device:
+        return type(weight)(geometry, _Slot(None), weight.device)
+    return torch.zeros(geometry.shape, dtype=geometry.dtype, device=options["device"])
+
+
+def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gradients, buffers and optimizer states: plain tensors of the weight's shape."""
+    weight: PrimaryWeight = args[0]
+    return func(weight._geometry, *args[1:], **{**kwargs, "device": kwargs.get("device") or weight.device})
+
+
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.copy_.default: _copy_into,
+    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: _same_handle,
+    aten.new_zeros.default: _new_zeros,
+    aten.empty_like.default: _plain_like,
+    aten.new_empty.default: _plain_like,
+    aten.zeros_like.default: _plain_like,
+}

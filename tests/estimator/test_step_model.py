@@ -1,0 +1,251 @@
+"""A step on many GPUs: what was measured and published is within the errors that the page tells; collectives and
+timelines by hand; the command; what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.__main__ import main
+from f8sub.estimator import step_page as page
+from f8sub.estimator.cluster import (
+    BF16,
+    CODE,
+    E4M3,
+    FLOAT32,
+    NETWORK,
+    STEP,
+    Cluster,
+)
+from f8sub.estimator.gpus import H200
+from f8sub.estimator.groups import (
+    Arm,
+    Group,
+    divided,
+    reduction_of,
+)
+from f8sub.estimator.models import load
+from f8sub.estimator.shapes import shapes_of
+from f8sub.estimator.timeline import timeline
+from tests.estimator.runs import rates, speed_ups, whole_runs
+from tests.models import Transformer
+
+TOLD = {"whole runs": page.WHOLE_RUNS, "speed-ups": page.SPEED_UPS, "rates": page.RATES}
+
+
+@pytest.mark.parametrize(
+    ("name", "errors", "count"),
+    [("whole runs", whole_runs, 23), ("speed-ups", speed_ups, 7), ("rates", rates, 5)],
+)
+def test_errors_are_those_that_the_page_tells(name, errors, count):
+    """Runs that the host limits are aside, which this model does not know: of 1B, of 2048 tokens, of TP 2 with 8192."""
+    found = errors()
+    assert len(found) == count
+    largest = max(found, key=lambda run: abs(found[run]))
+    assert TOLD[name] - 0.01 <= abs(found[largest]) <= TOLD[name], f"{largest}: {found[largest]:+.1%}"
+
+
+def test_a_ring_takes_the_slower_of_nvlink_and_nics():
+    size, one, several = 8e9, Cluster(H200, 8), Cluster(H200, 64)
+    assert one.ring(size) == pytest.approx(size * 7 / 8 / one.link + 7 * STEP)
+    assert one.nic == 50e9 * NETWORK
+    assert several.ring(size) == pytest.approx(size * 63 / 64 / 8 / several.nic, rel=0.02)
+    fast = Cluster(H200, 64, network=1e15)
+    assert fast.ring(size) == pytest.approx(size * 63 / 64 / fast.link, rel=0.02)
+    halves = Cluster(H200, 64, replicas=8)
+    assert (halves.shards, halves.neighbours, halves.hosts) == (8, 8, 1)
+    parts = Cluster(H200, 64, parts=4)
+    assert (parts.shards, parts.neighbours, parts.hosts) == (16, 2, 8)
+
+
+def test_an_exchange_sends_its_bytes():
+    """A byte a gradient in a host; over hosts bfloat16 there, then codes of its sums; eight times those if flat."""
+    elements, one, several = 1e10, Cluster(H200, 8), Cluster(H200, 64)
+    assert one.exchange(elements, flat=False) == pytest.approx(elements * CODE * 7 / 8 / one.link, rel=0.01)
+    within = elements * 2 * 7 / 8 / several.link
+    across = elements / 8 * CODE * 7 / 8 / several.nic
+    assert several.exchange(elements, flat=False) == pytest.approx(within + across, rel=0.01)
+    assert several.exchange(elements, flat=True) == pytest.approx(8 * across, rel=0.01)
+    bf16_ring = several.ring(2 * elements)
+    assert several.exchange(elements, flat=True) > 3 * bf16_ring
+    seconds = [reduction_of(elements, Arm(reduction=how), one)[0] for how in (FLOAT32, BF16, E4M3)]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+def test_an_all_reduce_over_replicas_takes_the_network_between_hosts():
+    assert Cluster(H200, 8).all_reduce(1e9) == 0
+    within, between = Cluster(H200, 8, replicas=2), Cluster(H200, 16, replicas=2)
+    assert within.all_reduce(1e9) == pytest.approx(1e9 / within.link, rel=0.02)
+    assert between.all_reduce(1e9) == pytest.approx(1e9 / between.nic, rel=0.02)
+
+
+def group(forward: float, gather: float, reduce: float, tax: float = 0.0, replicate: float = 0.0) -> Group:
+    return Group(forward, 2 * forward, gather, reduce, replicate, tax, tax)
+
+
+NOTHING = group(0.0, 0.0, 0.0)
+
+
+def test_collectives_shorter_than_compute_show_at_the_ends_alone():
+    """Each pass's first gather and the last reduction; three blocks of 1 and 2 seconds."""
+    found = timeline([group(1.0, 0.25, 0.5)] * 3, NOTHING)
+    assert found.forward == 3.25
+    assert found.forward + found.backward == 9 + 0.25 + 0.25 + 0.5
+    assert (found.compute, found.waiting, found.tax) == (9, 1.0, 0)
+    beside = timeline([group(1.0, 0.25, 0.5)] * 3, group(0.5, 0.0, 0.0))
+    assert (beside.compute, beside.waiting) == (10.5, 0.75)
+
+
+def test_collectives_longer_than_compute_queue():
+    """Forward is its gathers; in backward a gather waits for the reduction that was asked for before it."""
+    found = timeline([group(1.0, 4.0, 3.0)] * 3, NOTHING)
+    assert found.forward == 3 * 4 + 1
+    # the last block's gather, the one before; then reductions and gathers in turn, and two reductions at the end
+    assert found.backward == 4 + 4 + (3 + 4) + 3 + 3
+    assert found.waiting == found.forward + found.backward - 9
+
+
+def test_what_is_hidden_slows_compute():
+    """By its whole tax where compute hides all of it, else by the part that is hidden."""
+    blocks = [group(1.0, 0.25, 0.5, tax=0.1)] * 3
+    assert timeline(blocks, NOTHING).tax == pytest.approx(0.1 * (2 + 2 + 2))
+    partly = [group(1.0, 2.0, 0.0, tax=0.1), group(1.0, 2.0, 0.0, tax=0.1)]
+    assert timeline(partly, NOTHING).tax == pytest.approx(1 / 19 + 0.1 + 0.1)
+
+
+def test_replicas_are_reduced_behind_shards():
+    found = timeline([group(1.0, 0.0, 0.5, replicate=5.0)] * 2, NOTHING)
+    assert found.forward + found.backward == 2 + 2 + 0.5 + 5 + 5
+
+
+def test_tensor_parallelism_divides_the_weights():
+    """Rows of what reads a norm, columns of what is summed up; all of the elements."""
+    whole = shapes_of(load("llama3-8b"))
+    part = divided(whole, 4)
+    shapes = {p.fqn.rpartition(".")[2]: (p.rows, p.cols) for p in part.products}
+    assert shapes["q_proj"] == (1024, 4096)
+    assert shapes["o_proj"] == (4096, 1024)
+    assert shapes["down_proj"] == (4096, 3584)
+    assert part.parameters == pytest.approx(whole.parameters / 4, rel=1e-6)
+
+
+def test_llamas_by_size():
+    assert shapes_of(load("llama3-8b")).parameters == 8_030_261_248
+    assert shapes_of(load("llama3-70b")).parameters == 70_553_706_496
+
+
+def test_a_page_fits_80_columns(capsys):
+    assert main(["estimate", "llama3-8b", "--gpus", "8", "64", "128", "1024", "--gpu", "H100"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [line.rstrip() for line in lines]
+    assert "8.03B parameters, 32 blocks, on H100s, 8 a host" in " ".join(text.split())
+    assert "+ gradients in e4m3" in text
+    assert "within 7%" in text
+    assert main(["estimate", "llama3-70b", "--gpus", "8", "--checkpoint", "none"]) == 0
+    assert "x: more than a GPU's memory" in capsys.readouterr().out
+    assert main(["estimate", "llama3-8b", "--gpus", "8", "--recipe", "mxfp8"]) == 0
+    text = capsys.readouterr().out
+    assert "mxfp8 has no native kernels on H100" in text
+    assert "h: a host" not in text
+
+
+def test_a_step_that_a_host_launches_no_faster_is_marked(capsys):
+    assert main(["estimate", "llama3-8b", "--gpus", "8", "--tokens", "2048"]) == 0
+    text = capsys.readouterr().out
+    assert "h: a host took 0.30 s to launch a step of bf16; give a GPU more tokens" in text
+    marked = [line for line in text.splitlines() if line.endswith("h")]
+    assert [line[2:9] for line in marked] == ["+ float", "+ one a", "  gradi", "+ gradi"]
+
+
+def test_json_has_every_way(capsys):
+    command = "estimate llama3-8b --gpus 16 --replicas 2 --recipe mxfp8 --reduction bf16 --network 200 --json"
+    assert main(command.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["parameters"], found["replicas"], found["network_gbit"]) == (8_030_261_248, 2, 200)
+    # scales of blocks in rows cross no ranks
+    assert [row["way"] for row in found["predictions"]] == [
+        "bf16",
+        "float8 compute",
+        "+ float8 all-gather",
+        "+ gradients in e4m3",
+    ]
+    row = found["predictions"][-1]
+    parts = row["timeline"]["forward"] + row["timeline"]["backward"] + row["loss"] + row["optimizer"]
+    assert row["seconds"] == pytest.approx(parts)
+    assert row["tokens_per_second"] == pytest.approx(8192 / row["seconds"])
+
+
+def test_a_step_of_few_tokens_gains_more_by_bytes():
+    """Gradients in e4m3 add more where a GPU has fewer tokens; a flat exchange over hosts takes it away."""
+
+    def gain(tokens: int, gpus: int) -> float:
+        found = f8sub.estimate_step(load("llama3-8b"), gpus, tokens=tokens)
+        one, last = (found.of(gpus, way).seconds for way in found.ways[-3::2])
+        return one / last
+
+    assert gain(2048, 8) > gain(8192, 8) > 1
+    flat = f8sub.estimate_step(load("llama3-8b"), 64, reduction="e4m3-flat", tokens=2048)
+    assert flat.of(64, flat.ways[-1]).seconds < 0.8 * flat.of(64, flat.ways[-2]).seconds
+
+
+def test_one_shard_sends_nothing():
+    """f8sub leaves modules of one rank as they are."""
+    found = f8sub.estimate_step(load("llama3-8b"), 1)
+    assert found.of(1, "+ gradients in e4m3").seconds == found.of(1, "+ one all-reduce of all scales").seconds
+    assert found.of(1, "bf16").timeline.waiting == pytest.approx(0, abs=1e-9)
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"with gpus=8, way='bf16'; it has gpus of 1; way of 'bf16', "
+    ):
+        found.of(8, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"gpu": "L40S"}, "unknown GPU 'L40S'; choose one of H200, H100"),
+        ({"gpu": "mi300x"}, "MI300X gains nothing by f8sub: it multiplies e4m3fnuz"),
+        ({"reduction": "fp4"}, "unknown reduction 'fp4'"),
+        ({"reduction": "e4m3, flat"}, r"unknown reduction 'e4m3, flat' \(nearest: e4m3-flat, e4m3\)"),
+        ({"checkpoint": "some"}, "unknown checkpoint policy 'some'"),
+        ({"gpus": ()}, "one number of GPUs or more"),
+        ({"gpus": 0}, r"gpus \(--gpus\) is a whole number from 1 on, got 0"),
+        ({"gpus": 12}, "12 GPUs on hosts of 8 do not divide"),
+        ({"gpus": 16, "replicas": 3}, "into replicas=3"),
+        ({"tensor_parallel": 16, "gpus": 16}, "tensor_parallel=16"),
+        ({"network": 0}, r"network \(--network\) is more than 0 Gbit/s, got 0"),
+        ({"tokens": 4, "sequence": 8}, "tokens that hold a sequence"),
+    ],
+)
+def test_what_is_refused(options, told):
+    with torch.device("meta"):
+        model = Transformer(1024, 2048)
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        f8sub.estimate_step(model, options.pop("gpus", 8), **options)
+
+
+def test_numbers_of_small_models_stay_apart_from_names():
+    text = str(f8sub.estimate_step(Transformer(), gpus=8))
+    (line,) = [line for line in text.splitlines() if "a scale at a time" in line]
+    assert re.search(r"a scale at a time [\d,]{9,} \d\.\d\dh$", line)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(f8sub.Float8ConfigError, match="no numbered blocks"):
+        f8sub.estimate_step(nn.ModuleDict({"a": nn.Linear(64, 64)}))
+
+
+def test_what_is_frozen_is_neither_reduced_nor_stepped():
+    model = load("llama3-8b")
+    model.requires_grad_(False)
+    model.layers[0].requires_grad_()
+    found, whole = (f8sub.estimate_step(each, [8], tokens=8192) for each in (model, load("llama3-8b")))
+    elements = sum(p.numel() for p in model.layers[0].parameters())
+    assert found.shapes.learning == elements
+    for one, other in zip(found.predictions, whole.predictions, strict=True):
+        assert one.optimizer < other.optimizer / 30
+        assert one.seconds < other.seconds

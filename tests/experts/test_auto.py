@@ -1,0 +1,248 @@
+"""experts="auto", and what reports and estimates say of experts before anything is trained."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.convert.sockets import EXPERTS
+from f8sub.estimator.experts import LEAST, MANY, gain_of
+from f8sub.estimator.gpus import B200, H100, H200
+from f8sub.estimator.shapes import Product, shapes_of
+from f8sub.experts.module import Float8Experts
+
+PAGES = Path(__file__).parents[3] / "docs"
+MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+DEEPSEEK = {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+KINDS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN, "deepseek_v3": DEEPSEEK, "gpt_oss": {}}
+
+
+def on_meta(kind: str, **sizes: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    given = {"num_hidden_layers": 2, **KINDS[kind], **sizes}
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(kind, **given), dtype=torch.bfloat16
+        )
+
+
+def weights(experts: int, n: int, k: int) -> list[Product]:
+    """Gate, up and down, each token sent to one expert."""
+    sizes = {"gate": (n, k, "gate"), "up": (n, k, "gate"), "down": (k, n, "down")}
+    return [
+        Product(name, rows, cols, 1, experts * n * k, None, reads, False, None, experts=experts)
+        for name, (rows, cols, reads) in sizes.items()
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "tensorwise"])
+@pytest.mark.parametrize(("experts", "n", "k"), [(8, 2048, 7168), (16, 8192, 5120), (8, 14336, 4096)])
+def test_enough_tokens_are_the_fewest_that_are(experts, n, k, recipe):
+    recipe, found = f8sub.get_recipe(recipe), weights(experts, n, k)
+    enough = gain_of(found, recipe, H200, None).enough
+    assert gain_of(found, recipe, H200, enough * experts).gains
+    assert not gain_of(found, recipe, H200, (enough - 1) * experts).gains
+    assert gain_of(found, recipe, H200, None).enough_gathered < enough
+    speeds = [gain_of(found, recipe, H200, tokens * experts).speedup for tokens in (64, 512, 4096, 32768)]
+    assert speeds == sorted(speeds)
+    assert speeds[-1] > LEAST > 1 > speeds[0]
+
+
+def test_the_formula_of_large_weights():
+    """Of the page: 6/B over 6/F, 4 (1/N + 1/K)/W and 2E/(MW), a weight's cast included; each term alone."""
+    recipe, n, k, experts, tokens = f8sub.get_recipe("blockwise"), 8192, 8192, 16, 16 * 2**20
+    rates = {"bf16": 800e12, "codes": 1400e12, "wgrad": 970e12}
+    copy, one = 3.8e12, weights(experts, n, k)[:1]
+    plain = 6 / rates["bf16"]
+    own = 4 / rates["codes"] + 2 / rates["wgrad"] + 4 * (1 / n + 1 / k) / (copy * 0.88)
+    written = 2 * (1 / n + 1 / k + experts / tokens) / copy
+    expected = (plain + written) / (own + written)
+    assert gain_of(one, recipe, H200, tokens).speedup == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("gpu", [H100, H200])
+def test_experts_that_were_measured_to_lose_are_left(gpu, recipe):
+    """Qwen3-30B-A3B's, by docs/experts.md, with as many tokens as a step had, fewer, or a number that is not known."""
+    products = [weights(128, 1536, 2048)[0], weights(128, 768, 2048)[2]]
+    for each in (weights(128, 768, 2048), products):
+        assert not any(
+            gain_of(each, f8sub.get_recipe(recipe), gpu, tokens).gains for tokens in (131072, 65536, None)
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "measured"), [((8, 2048, 7168), 32768, 1.32), ((16, 8192, 5120), 16384, 1.19)]
+)
+def test_experts_that_were_measured_to_gain(sizes, tokens, measured):
+    """DeepSeek-V3's and Llama 4 Scout's with ``tensorwise`` on an H100, without SwiGLU's 1.1 and 1.4 ms."""
+    found = gain_of(weights(*sizes), f8sub.get_recipe("tensorwise"), H100, tokens)
+    assert LEAST <= found.speedup <= measured * 1.03
+    assert found.gains
+
+
+def test_narrow_experts_never_gain():
+    gain = gain_of(weights(64, 384, 1024), f8sub.get_recipe("rowwise"), H200, 1e9)
+    assert not gain.gains
+    assert gain.enough is None
+    assert "no number is enough" in str(gain)
+
+
+@pytest.mark.parametrize(("gpu", "recipe"), [(B200, "mxfp8"), (B200, "tensorwise")])
+def test_without_a_kernel_for_groups_nothing_is_gained(gpu, recipe):
+    """Codes are read as bf16 there."""
+    assert gain_of(weights(8, 14336, 4096), f8sub.get_recipe(recipe), gpu, None).speedup < 1
+    assert gain_of(weights(8, 14336, 4096), f8sub.get_recipe("rowwise"), B200, None).gains
+
+
+def test_casts_without_a_kernel_gain_nothing():
+    """Those of delayed scaling, for experts, are plain PyTorch."""
+    assert not gain_of(weights(8, 14336, 4096), f8sub.get_recipe("delayed"), H200, None).gains
+
+
+@pytest.mark.parametrize(
+    ("tokens", "converted", "words"),
+    [
+        (65536, True, "with 16,384 tokens an expert"),
+        (1024, False, 'experts="auto" leaves it: rowwise is'),
+        (None, True, 'experts="auto" assumed 2,048 tokens an expert'),
+    ],
+)
+def test_auto_converts_experts_that_gain(tokens, converted, words):
+    model = f8sub.convert_to_float8(on_meta("mixtral"), "rowwise", experts="auto", tokens=tokens)
+    assert all(isinstance(layer.mlp.experts, Float8Experts) == converted for layer in model.model.layers)
+    report = f8sub.conversion_report(model)
+    assert words in " ".join(str(report).split())
+    assert ('experts="auto" leaves it: rowwise is' in report.summary) != converted
+
+
+def test_auto_leaves_narrow_experts_and_what_cannot_be_converted():
+    model = f8sub.convert_to_float8(
+        on_meta("qwen3_moe", moe_intermediate_size=384), "rowwise", experts="auto"
+    )
+    assert "no number is enough" in f8sub.conversion_report(model).others[0].detail
+    model = f8sub.convert_to_float8(
+        on_meta("mixtral", intermediate_size=14344), "rowwise", experts="auto", tokens=65536
+    )
+    assert any("multiples of 16" in other.detail for other in f8sub.conversion_report(model).others)
+
+
+def test_options_that_there_are_not():
+    model = nn.Linear(64, 64)
+    for options in ({"experts": "yes"}, {"experts": None}, {"tokens": 0}, {"tokens": 1.5}):
+        with pytest.raises(f8sub.Float8ConfigError, match=next(iter(options))):
+            f8sub.convert_to_float8(model, **options)
+    assert type(model) is nn.Linear
+
+
+def test_the_pages_say_the_default():
+    assert f"the default is `experts={EXPERTS!r}`" in (PAGES / "experts.md").read_text()
+    assert f"    experts: bool | str = {EXPERTS!r},\n" in (PAGES / "api.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "n", "k"),
+    [
+        ("Mixtral 8x7B", 8, 14336, 4096),
+        ("DeepSeek-V3", 256, 2048, 7168),
+        ("gpt-oss", 128, 2880, 2880),
+        ("Qwen3-30B-A3B", 128, 768, 2048),
+        ("`moe-1b` of `recipes/pretrain.py`", 64, 384, 1024),
+    ],
+)
+def test_the_pages_table(name, experts, n, k):
+    """Gate and up are one weight there, as transformers has them."""
+    up, down = weights(experts, 2 * n, k)[0], weights(experts, n, k)[2]
+    gain = gain_of([up, down], f8sub.get_recipe("rowwise"), H200, None)
+    enough, gathered = (
+        "none" if each is None else f"{each:,}" for each in (gain.enough, gain.enough_gathered)
+    )
+    many = gain_of([up, down], f8sub.get_recipe("rowwise"), H200, MANY * experts).speedup
+    row = f"| {name}: {n}x{k} | {gain.speedup:.2f} | {many:.2f} | {enough} | {gathered} |\n"
+    assert row in (PAGES / "experts.md").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_estimate_counts_what_a_conversion_converts(kind):
+    """Shares of FLOPs, and bytes on the wire: of experts with one scale each a byte an element, and 4 an expert."""
+    model = on_meta(kind)
+    found = {
+        wanted: f8sub.estimate(model, ["tensorwise"], experts=wanted, mesh=(4,)) for wanted in (True, False)
+    }
+    f8sub.convert_to_float8(model, "tensorwise", experts=True)
+    report = f8sub.conversion_report(model)
+    after = f8sub.estimate(model, ["tensorwise"], mesh=(4,))
+    assert after.predictions == found[True].predictions
+    share = sum(group.flops_share for group in after.groups if group.reason is None)
+    assert share == pytest.approx(report.flops_share)
+    converted = [other for other in report.others if other.converted]
+    elements = sum(other.parameters for other in converted)
+    matrices = sum(shape[0] for other in converted for shape in other.shapes)
+    saved = found[False].wire.gathered - found[True].wire.gathered
+    assert saved == pytest.approx(2 * elements * 3 / 4)
+    assert found[True].wire.amaxes - found[False].wire.amaxes == 4 * matrices
+    assert (
+        found[True].of("H200", "tensorwise").bf16_seconds
+        == found[False].of("H200", "tensorwise").bf16_seconds
+    )
+
+
+def test_experts_whose_tiles_reach_over_each_other_are_gathered_in_bf16():
+    """2880 rows in blocks of 128, as a converted model says itself."""
+    model = on_meta("gpt_oss")
+    plain = f8sub.estimate(model, ["blockwise", "rowwise"], gpus=["H200"], experts=False)
+    f8sub.convert_to_float8(model, "blockwise", experts=True)
+    assert not any(
+        m.is_gathered(name) for m in model.modules() if isinstance(m, Float8Experts) for name in m.weights
+    )
+    found = f8sub.estimate(model, ["blockwise"], gpus=["H200"])
+    assert found.wire.gathered == pytest.approx(
+        f8sub.estimate(on_meta("gpt_oss"), ["blockwise"], experts=False).wire.gathered
+    )
+    assert plain.shapes.parameters == found.shapes.parameters
+
+
+def test_n_k_and_shared_tokens_are_those_of_the_layers():
+    found = {p.fqn.rpartition(".")[2]: p for p in shapes_of(on_meta("gpt_oss")).products if p.experts}
+    assert [(found[name].rows, found[name].cols) for name in ("gate_up_proj", "down_proj")] == [
+        (5760, 2880),
+        (2880, 2880),
+    ]
+    assert all(p.transposed and p.uses == 4 for p in found.values())
+    titan = pytest.importorskip("torchtitan.models.common.moe")
+    if not hasattr(titan.GroupedExperts, "_grouped_mm"):
+        pytest.skip("torchtitan 0.2 has no seam")
+    with torch.device("meta"):
+        experts = titan.GroupedExperts(titan.GroupedExperts.Config(dim=512, hidden_dim=1024, num_experts=4))
+    found = {p.fqn.partition("_")[0]: p for p in shapes_of(experts, experts=True).products}
+    assert {name: (p.rows, p.cols) for name, p in found.items()} == {
+        "w1": (1024, 512),
+        "w2": (512, 1024),
+        "w3": (1024, 512),
+    }
+    assert [name for name, p in found.items() if p.shares_x] == ["w3"]
+
+
+def test_advice_on_experts():
+    few, many = (
+        f8sub.estimate(on_meta("mixtral"), ["rowwise"], gpus=["H200"], experts="auto", tokens=tokens)
+        for tokens in (2048, 65536)
+    )
+    assert any('experts="auto" leaves it' in str(group.reason) for group in few.groups)
+    assert "Experts have" in few.advice[-1]
+    assert "stay in bf16" in few.advice[-1]
+    assert 'recipe="rowwise", experts=True)' in many.advice[0]
+    assert "are in float8" in many.advice[-1]
+    assert math.isclose(sum(group.flops_share for group in many.groups), 1)
+    assert replace(many.shapes, products=()) == replace(few.shapes, products=())
+
+
+def test_a_recipe_that_packs_codes_leaves_experts_in_bf16():
+    found = f8sub.estimate(on_meta("mixtral"), ["nvfp4"], gpus=["B200"], experts=True)
+    rows = {group.name: ratio for group, ratio in zip(found.groups, found.predictions[0].groups, strict=True)}
+    assert all(ratio == 1 for name, ratio in rows.items() if "mlp.experts" in name)

@@ -1,0 +1,54 @@
+"""Launches of casts by groups: CUDA is handed what Triton's own launch hands it."""
+
+import itertools
+
+import torch
+
+from f8sub.formats import Float8Format
+from tests.kernels.interpreted import needs_triton, take_any_device
+from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noqa: F401
+
+
+def by_groups() -> None:
+    from f8sub.kernels.grouped import tokens_cuda, weights_cuda
+    from f8sub.kernels.grouped.groups import Groups
+    from f8sub.kernels.grouped.weights import ExpertWeights
+    from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
+
+    take_any_device()
+    ends = itertools.cycle((10, 200, 256))
+
+    def tokens() -> dict[str, torch.Tensor]:
+        x = torch.randn(256, 384).bfloat16()
+        return {"x": x, "ends": torch.tensor([3, 3, next(ends)], dtype=torch.int32)}
+
+    def matrices() -> dict[str, torch.Tensor]:
+        return {"w": torch.randn(3, 256, 128).bfloat16()}
+
+    for format in GROUP_FORMATS.values():
+        for rowwise, columnwise in USAGES.values():
+            row, col = format if rowwise else None, format if columnwise else None
+            assert over_other_tensors(
+                tokens,
+                lambda x, ends, row=row, col=col: tokens_cuda.quantize(x, Groups.of(ends, 256), row, col, 16),
+            )
+        if not format.is_plain:
+            continue  # one group of all experts' rows, whose end is no argument
+
+        def codes(format: Float8Format = format) -> dict[str, torch.Tensor]:
+            made = weights_cuda.quantize(**matrices(), format=format)
+            return {"data": made.data, "scale_inv": made.scale_inv}
+
+        over_other_tensors(matrices, lambda w, f=format: weights_cuda.quantize(w, f))
+        given = ExpertWeights(**codes(), format=format)
+        assert weights_cuda.derives(given, format) == over_other_tensors(
+            codes,
+            lambda data, scale_inv, f=format: weights_cuda.derive_columnwise(
+                ExpertWeights(data, scale_inv, f), f
+            ),
+        )
+
+
+@needs_triton
+def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process):  # noqa: F811
+    fresh_process(by_groups)

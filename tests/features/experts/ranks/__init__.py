@@ -1,1 +1,0 @@
-"""Experts on gloo ranks."""

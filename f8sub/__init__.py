@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from f8sub import optim as optim
-from f8sub import registered as _features  # noqa: F401  (enter by sockets)
+from f8sub import registered as _registered  # noqa: F401  (enter by sockets)
 from f8sub import tensor_parallel as tensor_parallel
 from f8sub.attention import prefer_cudnn_attention
 from f8sub.checkpoint.load import load_float8

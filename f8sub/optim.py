@@ -14,6 +14,8 @@ from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import like_sharded
 from f8sub.weights.weight import exported, local_tensor, master_of
 
+__all__ = ["MasterWeights"]
+
 MASTER = "master"
 """Name of the master among the states of its parameter."""
 

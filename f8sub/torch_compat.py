@@ -754,3 +754,16 @@ def place_in_whole(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return shape, offset
+
+
+def cuda_version() -> tuple[int, ...]:
+    """Of torch's build; empty where that has no CUDA, for ROCm too."""
+    return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
+
+
+def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
+    """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:
+            del hooks[key]
+            module._forward_hooks_always_called.pop(key, None)

@@ -17,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 of_0_2="tests/integrations/torchtitan/test_training.py tests/integrations/torchtitan/test_job_config.py tests/scripts/test_titan.py"
 rows="
 torchtitan0.2 | constraints.txt        | torchtitan==0.2.2                             |       | $of_0_2
-torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/linear tests/convert
+torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/linear/test_policies.py tests/linear/test_casts.py tests/convert/test_swiglu_input.py tests/convert/ranks
 torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/integrations/torchtitan
 torch2.15     | constraints-newest.txt |                                               | suite |
 newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |

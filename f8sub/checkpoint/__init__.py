@@ -1,0 +1,1 @@
+"""Checkpoints in float8: what inference engines load, written, read and streamed."""

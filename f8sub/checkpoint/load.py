@@ -33,7 +33,6 @@ from f8sub.convert.primary_weights import reread_shards
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear import hooks as sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import is_dtensor, place_in_whole
 from f8sub.weights.conversion import Conversion
@@ -128,7 +127,9 @@ def load_float8(
         )
         for part in sources:
             if isinstance(part.module, Float8Linear):
-                for guest in sockets.guests:  # as of a state dict that has this parameter alone
+                for (
+                    guest
+                ) in part.module.converted.layer_guests:  # as of a state dict that has this parameter alone
                     guest.loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
         _warn_of_second_cast(again)

@@ -1,7 +1,7 @@
 """What a conversion refuses before it changes a model: each error names the layer and what to do."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +26,6 @@ class Chosen(NamedTuple):
     plan: Plan
     gathered: bool
     keep_x: str
-
-
-looks: list[Callable[[Sequence[Chosen], Mapping[str, Any]], None]] = []
-"""What features refuse or warn of: of the layers that are to be converted, and of their own options by name."""
 
 
 def refuse_other_than_a_module(call: str, model: object) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,6 @@ from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
     is_converted,
-    looks,
     refuse_other_recipe,
     refuse_sharded,
     refuse_taken_names,
@@ -27,19 +26,42 @@ from f8sub.convert.filters import (
     Selection,
     layer_recipes,
 )
+from f8sub.convert.fused_encoders import FusedEncoders
+from f8sub.convert.idle_patterns import idle_patterns
+from f8sub.convert.keep_x import KeepX, layer_keep_x, refuse_unkeepable
+from f8sub.convert.linear_subclasses import float8_class
+from f8sub.convert.migration_errors import refuse_foreign
+from f8sub.convert.nothing_converted import nothing_converted
+from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
+from f8sub.convert.reencoding_warning import warn_of_reencoding
+from f8sub.convert.reference_warning import ReferenceWarning
 from f8sub.convert.sockets import EXPERTS
+from f8sub.delayed.histories import DelayedHistories, DelayedLayers
 from f8sub.errors import Float8ConfigError
+from f8sub.experts.module import StoredTransposed
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.hooks import guests
 from f8sub.linear.saved_input import AUTO
+from f8sub.linear.shared_input import SharedInputs
 from f8sub.recipes import DEFAULT
-from f8sub.torch_compat import CONVERSION, require
+from f8sub.torch_compat import CONVERSION, remove_hook, require
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.fsdp1 import Fsdp1
 from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.non_finite import HeldWeights
 from f8sub.weights.precompute_scales import watch_optimizer_steps
+from f8sub.weights.shard_checks import ShardChecks
+from f8sub.weights.skipped_steps import SkippedSteps
 from f8sub.weights.weight import take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+GUESTS = (HeldWeights, SkippedSteps, DelayedHistories, ShardChecks, PrimaryWeights)
+"""Who takes part in what the weights of a conversion do together, in the order in which they are asked."""
+LAYER_GUESTS = (
+    *(DelayedLayers, ReferenceWarning, KeepX, StoredTransposed, FusedEncoders, SharedInputs),
+    *(PrimaryLayers, Fsdp1),
+)
+"""Who takes part in what happens to its layers, in that order."""
 
 
 ALIASES = {
@@ -82,7 +104,7 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
         skip: glob patterns over whole segments of a layer's name; a match skips the layer, in addition to
             ``skip_defaults``. One that matches nothing is a ``Float8Warning``.
         skip_defaults: leave output heads, routers of experts, LoRA adapters and layers that are too small to gain
-            as they are, see ``f8sub.features.defaults``; False converts these as well.
+            as they are, see ``f8sub.convert.defaults``; False converts these as well.
         min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
             no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.
@@ -95,7 +117,7 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
             was given; "auto": those that gain. ``skip``, recipes by patterns and filter functions hold for them;
             ``min_dim`` and ``keep_x`` are of linear layers.
         tokens: of one forward, on all GPUs that share experts; without it "auto" assumes 2,048 of them an expert.
-        keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.features.keep_x``; or a mapping from patterns to it.
+        keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.convert.keep_x``; or a mapping from patterns to it.
         other: torchao's and torchtitan's names for the same: ``recipe_name``, ``enable_fsdp_float8_all_gather``,
             ``module_filter_fn``, and ``filter_fqns``, strings of which none may be in a layer's name. Any other keyword
             is an error that shows f8sub's.
@@ -111,13 +133,13 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
     """
     options = [name for name in inspect.signature(convert_to_float8).parameters if name != "other"]
     unknown = {name: value for name, value in other.items() if name not in ALIASES}
-    sockets.check_call(model, recipe, unknown, [*options, *ALIASES])
+    refuse_foreign(model, recipe, unknown, [*options, *ALIASES])
     recipe = _one_of("recipe", recipe, other)
     gathered = _one_of("float8_all_gather", None if float8_all_gather else False, other)
     filter_fqns: str | Sequence[str] = other.get("filter_fqns", ())
     selection = Selection(
         recipes=layer_recipes(DEFAULT if recipe is None else recipe),
-        kept=sockets.layer_keep_x(keep_x),
+        kept=layer_keep_x(keep_x),
         skip=[skip] if isinstance(skip, str) else skip,
         filter_fqns=[filter_fqns] if isinstance(filter_fqns, str) else filter_fqns,
         filter_fns=[given for given in (filter_fn, other.get("module_filter_fn")) if given is not None],
@@ -162,7 +184,7 @@ def _convert_selected(
             modules[fqn].__dict__.pop(SKIP_REASON, None)
         else:
             setattr(modules[fqn], SKIP_REASON, reason)
-    idle = sockets.idle_patterns(list(modules), asked, selection, linears)
+    idle = idle_patterns(list(modules), asked, selection, linears)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
     chosen = []
     for fqn, reason in reasons.items():
@@ -179,16 +201,17 @@ def _convert_selected(
         if converter.takes(modules[fqn])
     ]
     if not chosen and not of_others:
-        sockets.nothing_converted(model, strict)
+        nothing_converted(model, strict)
         return model
     refuse_tied_apart(model, chosen)
     for layer in chosen:
         refuse_taken_names(layer.module, layer.fqn)
     warn_of_quantized_origin(model)
-    for look in looks:
-        look(chosen, of_features)
-    conversion = Conversion({**of_features, "idle_patterns": idle})
-    for guest in guests:
+    refuse_unkeepable(chosen)
+    warn_of_reencoding(chosen)
+    refuse_without_master(chosen, of_features)
+    conversion = Conversion({**of_features, "idle_patterns": idle}, GUESTS, LAYER_GUESTS)
+    for guest in conversion.layer_guests:
         guest.planned(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
@@ -199,7 +222,7 @@ def _convert_selected(
     # Learn at forwards who shards the layers, and of every optimizer's steps.
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
     watch_optimizer_steps()
-    for guest in guests:
+    for guest in conversion.layer_guests:
         guest.converted(model, conversion)
     return model
 
@@ -227,11 +250,11 @@ def other_reasons(
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:
     module: Any = layer.module
-    module.__class__ = sockets.float8_class(type(module))
+    module.__class__ = float8_class(type(module))
     module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
     module.enter_weight()
-    for guest in guests:
+    for guest in conversion.layer_guests:
         guest.entered(module)
 
 
@@ -267,11 +290,3 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
     if not torch.compiler.is_compiling():
         conversion.refresh(gathered=True)
         remove_hook(check_ranks_hook, module)
-
-
-def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
-    """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if getattr(hook, "func", hook) is function]:
-            del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)

@@ -6,15 +6,22 @@ import torch
 
 from f8sub.convert import sockets
 from f8sub.convert.checks import is_converted, refuse_other_than_a_module, refuse_sharded
-from f8sub.convert.convert import check_ranks_hook, remove_hook, replace_parameter
+from f8sub.convert.convert import check_ranks_hook, replace_parameter
 from f8sub.convert.linear_subclasses import plain_class
+from f8sub.convert.swiglu_input import round_to_float8
+from f8sub.delayed.histories import share_histories_hook
 from f8sub.errors import Float8ConfigError
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.hooks import forward_hooks, guests
+from f8sub.linear.shared_input import close_scope, open_scope
+from f8sub.torch_compat import remove_hook
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.fsdp1 import warn_of_fsdp1
 from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+HOOKS = (check_ranks_hook, share_histories_hook, open_scope, close_scope, round_to_float8, warn_of_fsdp1)
+"""The hooks that a conversion puts on modules."""
 
 
 def convert_from_float8(model: Model) -> Model:
@@ -32,7 +39,7 @@ def convert_from_float8(model: Model) -> Model:
     _refuse_parametrized(model)
     module: Any
     for module in model.modules():
-        for hook in (check_ranks_hook, *forward_hooks):
+        for hook in HOOKS:
             remove_hook(hook, module)
         if not is_converted(module):
             continue
@@ -46,7 +53,7 @@ def convert_from_float8(model: Model) -> Model:
                 converter.revert(module)
         if isinstance(module, Float8Linear):
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            for guest in guests:
+            for guest in conversion.layer_guests:
                 guest.left(module)
             module.__class__ = plain_class(module)  # type: ignore[assignment]
     Conversion.forget(model)

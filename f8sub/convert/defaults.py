@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.convert import sockets
-
 MIN_DIM = 512
 """A layer gains nothing in float8 where its smaller dimension is below this.
 
@@ -193,6 +191,3 @@ def is_small(sizes: Collection[tuple[int, int]]) -> bool:
 @functools.cache
 def _is_one_of(segment: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(segment, pattern) for pattern in patterns)
-
-
-sockets.default_reasons, sockets.too_small = default_reasons, too_small

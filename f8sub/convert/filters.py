@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from f8sub.convert import sockets
+from f8sub.convert.defaults import default_reasons, too_small
+from f8sub.convert.linear_subclasses import why_not_class
 from f8sub.convert.patterns import matches
 from f8sub.errors import Float8ConfigError, shown
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
@@ -108,11 +109,11 @@ class Selection:
         self, modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
     ) -> dict[str, str | None]:
         """Why each linear layer stays as it is, by name; None where it is converted."""
-        by_default = sockets.default_reasons(modules, linears) if self.defaults else {}
+        by_default = default_reasons(modules, linears) if self.defaults else {}
         found = {fqn: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
         if self.defaults or self.min_dim is not None:
             left = {fqn: linears[fqn] for fqn, reason in found.items() if reason is None}
-            found |= sockets.too_small(left, self.min_dim)
+            found |= too_small(left, self.min_dim)
         # A weight is gathered as float8 for all of its owners or for none.
         owners: dict[int, list[str]] = defaultdict(list)
         for fqn, module in modules.items():
@@ -142,7 +143,7 @@ class Selection:
     def _why_not(self, module: torch.nn.Linear, fqn: str, by_default: str | None) -> str | None:
         if isinstance(module, Float8Linear):
             return ALREADY
-        if reason := sockets.why_not_class(module):
+        if reason := why_not_class(module):
             return reason
         if reason := self.why_not_asked(module, fqn, by_default):
             return reason

@@ -7,12 +7,12 @@ Without gradients ``nn.TransformerEncoderLayer`` multiplies by the weights of ``
 import torch
 from typing_extensions import override
 
-from f8sub.linear import hooks as sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import LayerGuest
 
 
-class FusedEncoders(sockets.LayerGuest):
+class FusedEncoders(LayerGuest):
     """What both modules ask before they fuse is set to no; ``convert_from_float8`` leaves it so."""
 
     @override
@@ -26,6 +26,3 @@ class FusedEncoders(sockets.LayerGuest):
 
 def _is_in(module: torch.nn.Module) -> bool:
     return any(isinstance(child, Float8Linear) for child in module.modules())
-
-
-sockets.guests.append(FusedEncoders())

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from f8sub.convert import sockets
 from f8sub.convert.filters import IN_FLOAT8, LayerChoices, Selection
 from f8sub.convert.layer_kinds import kind_of
 from f8sub.convert.patterns import matches, runs_of
@@ -72,6 +71,3 @@ def _with_nearest(message: str, pattern: str, names: Iterable[str]) -> str:
     runs = dict.fromkeys(".".join(run) for kind in kinds for run in runs_of(kind.split("."), length))
     found = difflib.get_close_matches(pattern, list(runs), MOST_SUGGESTIONS)
     return message + (f" (nearest: {', '.join(found)})" if found else "")
-
-
-sockets.idle_patterns = idle_patterns

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert import sockets as convert_sockets
-from f8sub.convert.checks import Chosen, looks
+from f8sub.convert.checks import Chosen
 from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import why_not_derivable
-from f8sub.linear import hooks as sockets
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, KEEP_X
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import saved_tensors_hook
+from f8sub.weights.guests import LayerGuest
 
 _VIEWS = re.compile(
     r"(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Slice|Select|Expand|Alias)Backward\d+"
@@ -73,7 +72,7 @@ def how_kept(x: torch.Tensor, recipe: Recipe) -> str:
     return HIGH_PRECISION if free else FLOAT8
 
 
-def refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
+def refuse_unkeepable(chosen: Sequence[Chosen]) -> None:
     """A recipe may be unable to keep x as it is asked to."""
     for _, fqn, plan, _, keep_x in chosen:
         if reason := why_not_kept(plan.recipe, keep_x):
@@ -82,7 +81,7 @@ def refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
             )
 
 
-class KeepX(sockets.LayerGuest):
+class KeepX(LayerGuest):
     """What is said of the option."""
 
     @override
@@ -93,9 +92,3 @@ class KeepX(sockets.LayerGuest):
     def deviation(self, layer: torch.nn.Module) -> str | None:
         keep_x = layer.keep_x if isinstance(layer, Float8Linear) else AUTO
         return None if keep_x == AUTO else f"keep_x={keep_x}"
-
-
-sockets.guests.append(KeepX())
-sockets.how_kept = how_kept
-convert_sockets.layer_keep_x = layer_keep_x
-looks.append(refuse)

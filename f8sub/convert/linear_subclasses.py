@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from f8sub.convert import sockets
 from f8sub.linear.float8_linear import Float8Linear
 
 extensions: dict[type[torch.nn.Linear], Mapping[str, Any]] = {}
@@ -73,6 +72,3 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
     if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
         return f"its class {name} overrides nn.Linear's forward"
     return None
-
-
-sockets.why_not_class, sockets.float8_class = why_not_class, float8_class

@@ -5,7 +5,6 @@ from collections import defaultdict
 
 import torch
 
-from f8sub.convert import sockets
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.layer_kinds import kind_of, name_of
 from f8sub.convert.other_weights import other_weights
@@ -63,6 +62,3 @@ def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
         raise Float8ConfigError(message)
     Conversion.see(model)
     warnings.warn(message, Float8Warning, stacklevel=4)
-
-
-sockets.nothing_converted = nothing_converted

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.checks import Chosen, is_converted, looks
+from f8sub.convert.checks import Chosen, is_converted
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.linear.hooks import LayerGuest, guests
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.cast import rowwise_of
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.guests import Guest, LayerGuest
 from f8sub.weights.master_weight import Cell, MasterWeight
 from f8sub.weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of, take_place
@@ -55,9 +54,6 @@ class PrimaryWeights(Guest):
                 )
 
 
-makers.append(PrimaryWeights)
-
-
 def has_primary_weights(conversion: Conversion) -> bool:
     """Whether the weights of a conversion become float8 once an optimizer has their masters."""
     return conversion.guest(PrimaryWeights).chosen
@@ -77,10 +73,7 @@ class PrimaryLayers(LayerGuest):
         return "primary weight" if names == ["weight"] else f"primary weights {', '.join(primary)}"
 
 
-guests.append(PrimaryLayers())
-
-
-def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
+def refuse_without_master(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
     """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
     if not options["primary_weights"]:
         return
@@ -93,9 +86,6 @@ def _refuse(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
                 f"{plan.recipe.name!r} reads it in high precision, or float8_all_gather=False gathers it so; choose "
                 "one of the two"
             )
-
-
-looks.append(_refuse)
 
 
 def refuse_delayed(fqn: str, recipe: Recipe) -> None:

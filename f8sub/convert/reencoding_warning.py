@@ -1,10 +1,9 @@
 """A warning of layers that keep x as rowwise codes which backward re-encodes."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from f8sub.convert.checks import Chosen, looks
+from f8sub.convert.checks import Chosen
 from f8sub.errors import Float8Warning
 from f8sub.linear.saved_input import RECOMPUTE
 from f8sub.recipe import Recipe
@@ -16,7 +15,7 @@ def reencodes(recipe: Recipe) -> bool:
     return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
 
 
-def _warn_of_reencoding(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
+def warn_of_reencoding(chosen: Sequence[Chosen]) -> None:
     rounded = [
         f"{layer.fqn} ({layer.plan.recipe.name})"
         for layer in chosen
@@ -30,6 +29,3 @@ def _warn_of_reencoding(chosen: Sequence[Chosen], options: Mapping[str, Any]) ->
             Float8Warning,
             stacklevel=4,
         )
-
-
-looks.append(_warn_of_reencoding)

@@ -1,7 +1,6 @@
 """The warning of GEMMs that run by the reference backend on a GPU, where nobody asked for that."""
 
 import warnings
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,9 +8,9 @@ from typing_extensions import override
 
 from f8sub.errors import Float8Warning
 from f8sub.kernels.gemm.select import REFERENCE, Plan
-from f8sub.linear import hooks as sockets
 from f8sub.recipe import get_recipe, recipe_names
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import LayerGuest
 
 REFERENCE_TIMES_BF16 = 30
 """How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.
@@ -53,17 +52,14 @@ def _shown(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} (SM {major}.{minor}, CUDA {torch.version.cuda})"
 
 
-class ReferenceWarning(sockets.LayerGuest):
+class ReferenceWarning(LayerGuest):
     """What warns, once a conversion."""
 
     def __init__(self) -> None:
-        self._warned: weakref.WeakSet[Conversion] = weakref.WeakSet()
+        self._warned = False
 
     @override
     def planned(self, conversion: Conversion, plans: Sequence[Plan]) -> None:
-        if conversion not in self._warned and (message := reference_warning(plans)):
-            self._warned.add(conversion)
+        if not self._warned and (message := reference_warning(plans)):
+            self._warned = True
             warnings.warn(message, Float8Warning, stacklevel=4)
-
-
-sockets.guests.append(ReferenceWarning())

@@ -1,11 +1,10 @@
 """What features put into a conversion: kinds of modules, layers to leave out by default, a look at the call itself."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
@@ -59,30 +58,3 @@ converters: list[Converter] = []
 
 EXPERTS: bool | str = False
 """The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
-
-layer_keep_x: Callable[[Any], Any]
-"""The option ``keep_x`` as ``LayerChoices``; raises an error for one that there is not."""
-
-check_call: Callable[[Any, Any, Mapping[str, Any], Iterable[str]], None]
-"""Raises an error for a model or a recipe that there is not, and for unknown keywords, given the known ones."""
-
-why_not_class: Callable[[torch.nn.Linear], str | None]
-"""Why a linear layer's class cannot become a float8 one; None where it can."""
-
-float8_class: Callable[[type[torch.nn.Linear]], type[Float8Linear]]
-"""The class that layers of a class turn into."""
-
-default_reasons: Callable[[Mapping[str, torch.nn.Module], Mapping[str, torch.nn.Linear]], dict[str, str]]
-"""Of all modules and all linear layers by name: the layers to leave out, each with the reason."""
-
-too_small: Callable[[Mapping[str, torch.nn.Linear], int | None], dict[str, str]]
-"""The layers whose smaller dimension is below a limit, each with the reason; None for the feature's own limit."""
-
-nothing_converted: Callable[[torch.nn.Module, bool], None]
-"""Says of a model without a layer to convert why, and what to do: an error where that is ``strict``."""
-
-idle_patterns: Callable[
-    [list[str], dict[str, str | None], Any, Mapping[str, torch.nn.Linear]], tuple[str, ...]
-]
-"""Patterns that do nothing: of the names of all modules, the reasons of all layers, the ``Selection``, and the linear
-layers by name."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.convert import remove_hook
 from f8sub.convert.patterns import matches
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile, present
@@ -20,8 +19,7 @@ from f8sub.kernels import scales
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, save_last_node
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import cast, dequantize
-from f8sub.linear import hooks as sockets
-from f8sub.torch_compat import apply, is_dtensor
+from f8sub.torch_compat import apply, is_dtensor, remove_hook
 
 PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"), ("gate", "up"))
 """What transformers, torchtitan and others call the two layers of a SwiGLU, which are children of one module."""
@@ -77,8 +75,8 @@ def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | 
     shared: int | None = None
     for fqn in found:
         layer = linears[fqn]
-        remove_hook(_round, layer)
-        own = layer.register_forward_hook(_round).id
+        remove_hook(round_to_float8, layer)
+        own = layer.register_forward_hook(round_to_float8).id
         # Under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one.
         shared = own if shared is None else shared
         layer._forward_hooks[shared] = layer._forward_hooks.pop(own)
@@ -95,7 +93,7 @@ def _by_names(model: torch.nn.Module) -> list[str]:
     return found
 
 
-def _round(layer: torch.nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
+def round_to_float8(layer: torch.nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
     """Forward hook of a gate or an up layer."""
     if is_dtensor(y):
         made: Any = y
@@ -155,6 +153,3 @@ def _in_graph(y: torch.Tensor, block: int) -> torch.Tensor:
     save_last_node()
     powers = _powers(stored.to(torch.int32))
     return dequantize(Operand(codes, powers, FORMAT), y.dtype).view(y.shape)
-
-
-sockets.forward_hooks.append(_round)

@@ -1,0 +1,1 @@
+"""Delayed scaling: scales computed from the amaxes of earlier steps."""

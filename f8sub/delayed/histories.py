@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.convert import remove_hook
 from f8sub.delayed.layers import (
     forget,
     forget_missing,
@@ -31,18 +30,15 @@ from f8sub.delayed.rolling import (
     Histories,
     matrices_of,
     operands_met,
-    side_by_side,
 )
 from f8sub.delayed.state import OPERANDS, ScalingState, W
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
-from f8sub.linear import hooks as sockets
-from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes, running_ddp
-from f8sub.weights import guests
+from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.guests import Guest, LayerGuest
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.non_finite import HeldWeights, weight_amaxes
 from f8sub.weights.skipped_steps import SkippedSteps
@@ -56,7 +52,7 @@ class _ShardedHistories(Histories):
     """The ``Region`` of the sharded layers of one exchange. Their weights' amaxes are the exchange's own."""
 
     def __init__(
-        self, guest: "_DelayedGuest", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
+        self, guest: "DelayedHistories", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
     ) -> None:
         by_name = sorted(records, key=lambda record: record.fqn)
         super().__init__(
@@ -120,7 +116,7 @@ class _ShardedHistories(Histories):
         return self._guest.errors_of(operands_met(self.names, found.view(-1, len(OPERANDS))))
 
 
-class _DelayedGuest(Guest):
+class DelayedHistories(Guest):
     """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
 
     Attributes:
@@ -148,6 +144,7 @@ class _DelayedGuest(Guest):
         """
         return graph_task() == -1 and self.steps > self.covered(rolled_at)
 
+    @override
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         if not states_of(record.module, record.name):
             return None
@@ -156,6 +153,7 @@ class _DelayedGuest(Guest):
             return None
         return functools.partial(state_of(record.module, recipe, record.name).prior, W)
 
+    @override
     def region(self, records: Sequence[WeightRecord], before: Any) -> _ShardedHistories | None:
         with_histories = [r for r in records if r.shard is not None and r.shard.prior is not None]
         return _ShardedHistories(self, with_histories, before) if with_histories else None
@@ -169,6 +167,7 @@ class _DelayedGuest(Guest):
             self._replicas = Replicas(ddp, buffers)
         return is_sharded or self._replicas is not None
 
+    @override
     def loaded(self) -> None:
         self.loaded_at = self.steps
 
@@ -181,6 +180,7 @@ class _DelayedGuest(Guest):
                     exchange.reduce(tell=False)
                 exchange.settle()
 
+    @override
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         if _makes_optimizer_state():
             return
@@ -292,11 +292,7 @@ class _DelayedGuest(Guest):
         return [(record, state) for record in records for state in states_of(record.module, record.name)]
 
 
-makers.append(_DelayedGuest)
-guests.side_by_side = side_by_side
-
-
-class DelayedLayers(sockets.LayerGuest):
+class DelayedLayers(LayerGuest):
     """What delayed scaling does for layers whose recipe has it."""
 
     @override
@@ -320,21 +316,15 @@ class DelayedLayers(sockets.LayerGuest):
 
     @override
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
-        if conversion.guest(_DelayedGuest).held():
-            model.register_forward_pre_hook(functools.partial(_forward_hook, conversion))
+        if conversion.guest(DelayedHistories).held():
+            model.register_forward_pre_hook(functools.partial(share_histories_hook, conversion))
 
 
-sockets.guests.append(DelayedLayers())
-
-
-def _forward_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+def share_histories_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
     for guest in () if torch.compiler.is_compiling() else conversion.guests:
-        if type(guest) is _DelayedGuest and guest.saw_forward():
-            remove_hook(_forward_hook, module)
-
-
-sockets.forward_hooks.append(_forward_hook)
+        if type(guest) is DelayedHistories and guest.saw_forward():
+            remove_hook(share_histories_hook, module)
 
 
 def _makes_optimizer_state() -> bool:

@@ -13,7 +13,6 @@ from f8sub.delayed.state import (
     sizes_of,
 )
 from f8sub.host_copy import sent_to
-from f8sub.kernels.scales import PriorScale
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import WeightRecord
 
@@ -89,14 +88,6 @@ class Histories:
         amaxes[:, W] = weights.where(weights.isfinite() & stepped, 0.0)
         roll(self.states, amaxes)
         return non_finite
-
-
-def side_by_side(priors: Sequence[PriorScale], multiple: int, size: int) -> PriorScale:
-    """One prior scale of several: each begins at a multiple of so many entries, zeros between; ``size`` in all."""
-    scales = [each.scale.reshape(-1) for each in priors]
-    gaps = {length: scales[0].new_zeros(-length % multiple) for length in set(map(len, scales))}
-    filled = [part for scale in scales for part in (scale, gaps[len(scale)])]
-    return PriorScale(torch.cat(filled)[:size], priors[0].margin, priors[0].covers)
 
 
 def matrices_of(weight: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,0 +1,1 @@
+"""What float8 does to a model, measured or reported: Monitor, sensitivity, compare, reports, doctor."""

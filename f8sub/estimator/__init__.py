@@ -1,0 +1,1 @@
+"""What float8 would gain, predicted from shapes: seconds, bytes on the wire, memory."""

@@ -15,7 +15,7 @@ STEP, STEP_OF_NETWORK, MOST_STEPS = 3e-6, 12e-6, 4e-4
 """Seconds of a ring's step within a host and between hosts; of all steps, NCCL having trees for many ranks."""
 
 CODE = 1 + 1 / 128
-"""Bytes of a gradient's element as e4m3 with its block's exponent; see ``features/gradient_wire``."""
+"""Bytes of a gradient's element as e4m3 with its block's exponent; see ``f8sub.gradients``."""
 
 FLOAT32, BF16, E4M3, E4M3_FLAT = "float32", "bf16", "e4m3", "e4m3-flat"
 REDUCTIONS = {FLOAT32: 4.0, BF16: 2.0, E4M3: CODE, E4M3_FLAT: CODE}

@@ -28,7 +28,7 @@ FORWARD = 1 / 3
 
 HIDDEN_GATHER, HIDDEN_REDUCTION = 0.115, 0.4
 """Seconds that a second of a collective within a host adds to what runs beside it: it takes multiprocessors and memory
-bandwidth. As in ``features/estimate``, by bytes; a sum in a reduce-scatter takes most."""
+bandwidth. As in ``f8sub.estimator.seconds``, by bytes; a sum in a reduce-scatter takes most."""
 
 SKEW = 0.05
 """Share of compute by which ranks that share weights wait for the slowest one; with the two above it makes the whole

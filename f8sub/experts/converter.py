@@ -17,7 +17,6 @@ from f8sub.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.experts.seams import seam_of
 from f8sub.formats import MULTIPLE
 from f8sub.kernels.grouped.gemm import GroupedPlan
-from f8sub.linear.hooks import guests
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
@@ -84,7 +83,7 @@ class ExpertsConverter(Converter):
             made.__class__ = float8_class(type(module))
             made.plan, made.fqn, made.converted, made.float8_all_gather = plan, fqn, conversion, gathered
             made.enter_weights()
-            for guest in guests:
+            for guest in conversion.layer_guests:
                 guest.entered(made)
 
         return convert
@@ -94,7 +93,7 @@ class ExpertsConverter(Converter):
         if isinstance(module, Float8Experts):
             plain = plain_class(module)
             owners.leave(module)
-            for guest in guests:
+            for guest in module.converted.layer_guests:
                 guest.left(module)
             for name in _OWN:
                 delattr(module, name)

@@ -16,10 +16,10 @@ from f8sub.experts.seams import Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.kernels.grouped.weights import ExpertWeights, stored_format
-from f8sub.linear import hooks as sockets
 from f8sub.linear.float8_linear import refuse_compiling
 from f8sub.linear.forwards import sources_of
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import LayerGuest
 from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import casting, check_not_raw, exported, local_tensor
 
@@ -107,7 +107,9 @@ class Float8Experts(torch.nn.Module):
         if in_high_precision:
             which = "" if len(in_high_precision) == len(self.weights) else f"{', '.join(in_high_precision)} "
             words.append(f"{which}gathered in high precision")
-        return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
+        return ", ".join(
+            [*words, *filter(None, (guest.deviation(self) for guest in self.converted.layer_guests))]
+        )
 
     def extra_repr(self) -> str:
         """That of its class, and ``how``."""
@@ -141,7 +143,7 @@ class Float8Experts(torch.nn.Module):
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
-        for guest in sockets.guests:
+        for guest in self.converted.layer_guests:
             guest.loaded(self, state_dict, prefix)
         for name, kind in kinds.items():
             reassigned(self.converted.record_of(self, name), before[name], kind)  # type: ignore[arg-type]
@@ -190,12 +192,9 @@ def _new_module(cls: type[torch.nn.Module]) -> Float8Experts:
     return made.__new__(made)
 
 
-class StoredTransposed(sockets.LayerGuest):
+class StoredTransposed(LayerGuest):
     """Which weights are stored transposed, as all ranks must have it."""
 
     @override
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:
         return {"stored transposed": str(layer.weights)} if isinstance(layer, Float8Experts) else {}
-
-
-sockets.guests.append(StoredTransposed())

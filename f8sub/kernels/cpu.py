@@ -10,7 +10,7 @@ import math
 import torch
 
 from f8sub.formats import Float8Format, Operand, ScaleRule
-from f8sub.kernels import quantize, reference
+from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale, largest_scale, smallest_scale
 from f8sub.torch_compat import no_dispatch_modes
@@ -86,6 +86,3 @@ def scale_now(prior: PriorScale, amax: float, format: Float8Format) -> float:
     if prior.covers and amax != 0.0:
         scale = min(scale, scale_from_amax(amax, format))
     return scale
-
-
-quantize.on_cpu = quantize_on_cpu

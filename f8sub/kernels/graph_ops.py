@@ -8,8 +8,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from f8sub.formats import Tile
-from f8sub.kernels import scales
 from f8sub.torch_compat import (
     COMPILATION,
     SelectiveCheckpoint,
@@ -99,20 +97,3 @@ def save_last_node() -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.target not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             break
-
-
-def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """``scales.amax`` that no checkpointed function finds again in backward: it is small, and finding it reads x."""
-    enter_graph_functions()
-    return _amax(x, tile.rows, tile.cols)
-
-
-@in_graph
-def _amax(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    # dynamo hands constants over as SymInts where shapes are dynamic.
-    found = scales.finite_amax(x, Tile(int(rows), int(cols)))
-    save_when_checkpointed(torch.ops.aten.amax.default)
-    return found
-
-
-scales.amax_in_graph = amax

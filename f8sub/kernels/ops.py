@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.fx.traceback import get_current_meta
 
 from f8sub.formats import ALL, Float8Format, Operand, present
 from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
+from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, policies
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 
@@ -118,10 +120,36 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-quantize_in_graph = quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
+quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
 transpose = operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
 derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
 copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
+
+
+def quantize_in_graph(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> list[torch.Tensor]:
+    """``quantize_as_one_node``, which is the columnwise usage alone where the function is checkpointed.
+
+    A checkpointed x is cast for fprop in forward and for wgrad in backward. One operator that makes both usages would
+    make in each pass codes that this pass does not read. Apart, the compiler fuses the rowwise cast with what is around
+    it, and forward launches no operator of ours for it.
+    """
+    enter_graph_functions()
+    return _in_graph(x, amax, rowwise, columnwise)
+
+
+@in_graph
+def _in_graph(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> list[torch.Tensor]:
+    is_checkpointed = bool(policies()) or "recompute" in get_current_meta()
+    row = None if rowwise is None else Float8Format.parse(rowwise)
+    if row is None or columnwise is None or not is_checkpointed or not is_fusible(row):
+        together: list[torch.Tensor] = quantize_as_one_node(x, amax, rowwise, columnwise)
+        return together
+    made = reference.quantize(x, row, None, reduce=None if amax is None else lambda own, tile: amax)
+    return [*present(made.rowwise).tensors, *quantize_as_one_node(x, amax, None, columnwise)]
 
 
 def quantized(

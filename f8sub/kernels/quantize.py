@@ -1,17 +1,13 @@
 """High precision to codes, by the fastest kernel that takes a matrix; all of them agree to the bit."""
 
-from collections.abc import Callable
-
 import torch
 
 from f8sub.formats import Float8Format
 from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels import ops, reference
+from f8sub.kernels.cpu import quantize_on_cpu
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, ScaleSource
-
-on_cpu: Callable[..., Quantized] = reference.quantize
-"""What quantizes plain tensors of a CPU in eager code, with arguments as those of ``reference.quantize``."""
 
 
 def quantize(
@@ -37,5 +33,5 @@ def quantize(
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
     if type(x) is torch.Tensor and x.is_cpu:
-        return on_cpu(x, rowwise, columnwise, any_layout, prior)
+        return quantize_on_cpu(x, rowwise, columnwise, any_layout, prior)
     return quantize_cuda.quantize(x, rowwise, columnwise, any_layout, prior)

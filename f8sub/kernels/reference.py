@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
-from f8sub.kernels import fp4 as e2m1
+from f8sub.kernels import fp4
 from f8sub.kernels import scales as rules
 from f8sub.kernels.scales import PriorScale, ReduceAmax, Scales
 
@@ -70,7 +70,7 @@ def cast(
     """
     scaled = x.float() * scale
     if dtype == E2M1:
-        return e2m1.cast(scaled, rounding)
+        return fp4.cast(scaled, rounding)
     top = torch.finfo(dtype).max
     return (scaled.clamp(-top, top) - (x - x)).to(dtype)
 
@@ -78,7 +78,7 @@ def cast(
 def codes_as_stored(x: torch.Tensor, scale: torch.Tensor, format: Float8Format) -> torch.Tensor:
     """``cast`` as ``Operand.data`` holds it: contiguous, two e2m1 codes in a byte."""
     codes = cast(x, scale, format.dtype, format.rounding)
-    return e2m1.pack(codes) if format.dtype == E2M1 else codes.contiguous()
+    return fp4.pack(codes) if format.dtype == E2M1 else codes.contiguous()
 
 
 def quantize(
@@ -129,7 +129,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
     """``codes * scale_inv`` in float32, rounded once to ``dtype``, finite for all codes but NaN; ``operand.shape``."""
     values = _values(operand)
     if operand.format.hadamard is not None:
-        values = e2m1.rotate(values, operand.format.hadamard, inverse=True)
+        values = fp4.rotate(values, operand.format.hadamard, inverse=True)
     # A code can stand for a little more than the largest number it was cast from.
     top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return values.clamp(-top, top).to(dtype)
@@ -178,7 +178,7 @@ def _as_stored(
     if missing := -x.shape[1] % format.depth_multiple:
         x = torch.nn.functional.pad(x, (0, missing))
     if format.hadamard is not None:
-        x = e2m1.rotate(x, format.hadamard)
+        x = fp4.rotate(x, format.hadamard)
     made, largest = _scales(x, format, tile, prior, reduce)
     data = codes_as_stored(x, spread(made.scale, tile, x.shape), format)
     return Operand(data, made.scale_inv, format, made.global_scale_inv), largest
@@ -204,7 +204,7 @@ def _scales(
 def _values(operand: Operand) -> torch.Tensor:
     """float32 values of the codes as a GEMM reads them, a Hadamard transform still in them; ``operand.shape``."""
     data, scale_inv, format, global_scale_inv = operand
-    codes = e2m1.values(e2m1.unpack(data)) if format.dtype == E2M1 else data.float()
+    codes = fp4.values(fp4.unpack(data)) if format.dtype == E2M1 else data.float()
     values = codes * spread(scale_inv.float(), format.tile, codes.shape)
     # A code times a scale of one byte is exact: this rounds once, too.
     return values if global_scale_inv is None else values * global_scale_inv
@@ -217,7 +217,6 @@ def transposed(operand: Operand, format: Float8Format, any_layout: bool) -> Oper
         # flatten and view: contiguous() leaves a (1, n) scale's odd strides in place, which _scaled_mm refuses.
         scale_inv = scale_inv.t().flatten().view(scale_inv.shape[::-1])
     if format.dtype is E2M1:
-        data = e2m1.pack(e2m1.unpack(codes).t())
-    else:
-        data = codes.t() if any_layout else torch.t_copy(codes)
+        return Operand(fp4.pack(fp4.unpack(codes).t()), scale_inv, format, global_scale_inv)
+    data = codes.t() if any_layout else torch.t_copy(codes)
     return Operand(data, scale_inv, format, global_scale_inv)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, save_when_checkpointed
 
 _EXPONENT_BITS = 0x7F800000
 
@@ -144,15 +145,23 @@ def amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 
     NaN and infinity take no part, so that one bad element does not decide the scale of its neighbours.
     """
-    return amax_in_graph(x, tile) if torch.compiler.is_compiling() else finite_amax(x, tile)
+    if not torch.compiler.is_compiling():
+        return finite_amax(x, tile)
+    enter_graph_functions()
+    return _amax_in_graph(x, tile.rows, tile.cols)
 
 
 def finite_amax(x: torch.Tensor, tile: Tile) -> torch.Tensor:  # noqa: D103
     return largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), tile)
 
 
-amax_in_graph: Callable[[torch.Tensor, Tile], torch.Tensor] = finite_amax
-"""``amax`` in compiled code; a feature may have it saved for backward."""
+@in_graph
+def _amax_in_graph(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    # dynamo hands constants over as SymInts where shapes are dynamic.
+    found = finite_amax(x, Tile(int(rows), int(cols)))
+    # No checkpointed function finds it again in backward: it is small, and finding it reads x.
+    save_when_checkpointed(torch.ops.aten.amax.default)
+    return found
 
 
 def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Float8Linear(torch.nn.Linear):
             return
         refuse_compiling(self.fqn, self.plan.device, device)
         self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
-        for guest in sockets.guests:
+        for guest in self.converted.layer_guests:
             guest.planned(self.converted, [self.plan])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float8Linear":
@@ -146,7 +146,7 @@ class Float8Linear(torch.nn.Linear):
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
-        for guest in sockets.guests:
+        for guest in self.converted.layer_guests:
             guest.loaded(self, state_dict, prefix)
         if "weight" in self._parameters:
             reassigned(self.converted.record_of(self, "weight"), weight, kind)
@@ -157,7 +157,8 @@ class Float8Linear(torch.nn.Linear):
         words = [self.plan.recipe.name, self.plan.described]
         if not self.float8_all_gather:
             words.append("gathered in high precision")
-        return ", ".join([*words, *filter(None, (guest.deviation(self) for guest in sockets.guests))])
+        deviations = (guest.deviation(self) for guest in self.converted.layer_guests)
+        return ", ".join([*words, *filter(None, deviations)])
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         # What torch calls in place of ``forward`` while ``torch.jit.trace`` records.

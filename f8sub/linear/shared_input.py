@@ -28,6 +28,7 @@ from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import Call, Formats, cast_anew, events
 from f8sub.torch_compat import saved_tensors_hook
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import LayerGuest
 
 
 class _Scope:
@@ -98,7 +99,7 @@ def cast_or_share(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call:
     return scope.made
 
 
-class SharedInputs(sockets.LayerGuest):
+class SharedInputs(LayerGuest):
     """What opens and closes the scopes of a converted model."""
 
     @override
@@ -114,6 +115,4 @@ class SharedInputs(sockets.LayerGuest):
                     hooks[shared] = hooks.pop(own)  # type: ignore[assignment]
 
 
-sockets.guests.append(SharedInputs())
-sockets.forward_hooks += [open_scope, close_scope]
 sockets.cast = cast_or_share

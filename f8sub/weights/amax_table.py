@@ -13,7 +13,6 @@ from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
 from f8sub.kernels.triton import support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
-from f8sub.weights import guests
 from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
 
@@ -107,7 +106,7 @@ class AmaxTable:
             first, last = shards[0].scales.amax, shards[-1].scales.amax
             part = slice(first.storage_offset(), last.storage_offset() + last.numel())
             priors = [shard.prior() for shard in shards if shard.prior is not None]
-            prior = guests.side_by_side(priors, _SLOT, int(part.stop - part.start)) if priors else None
+            prior = _side_by_side(priors, _SLOT, int(part.stop - part.start)) if priors else None
             self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
         for shard in self.shards:
             if shard.copies_scales:
@@ -170,3 +169,11 @@ def bad_weights(fqns: Sequence[str], where: str) -> str:
         "float8 codes have been NaN since. Restore the weights from a checkpoint, and look at the gradients of the "
         "optimizer step before: gradient norm, learning rate, loss scale"
     )
+
+
+def _side_by_side(priors: Sequence[PriorScale], multiple: int, size: int) -> PriorScale:
+    """One prior scale of several: each begins at a multiple of so many entries, zeros between; ``size`` in all."""
+    scales = [each.scale.reshape(-1) for each in priors]
+    gaps = {length: scales[0].new_zeros(-length % multiple) for length in set(map(len, scales))}
+    filled = [part for scale in scales for part in (scale, gaps[len(scale)])]
+    return PriorScale(torch.cat(filled)[:size], priors[0].margin, priors[0].covers)

@@ -14,7 +14,7 @@ from f8sub.formats import Float8Format
 from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.guests import Guest, LayerGuest
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord, local_tensor
@@ -42,6 +42,7 @@ class Conversion:
         unsharded: the weights without a shard, as of the last ``refresh``.
         changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
         exchanges: by ``group``, ``sharers`` and ``ranks`` of the weights' layouts.
+        guests: one of each class that takes part, in the order in which they are asked; ``layer_guests`` likewise.
     """
 
     made: ClassVar[int] = 0
@@ -50,18 +51,25 @@ class Conversion:
     counts_steps: ClassVar[bool] = False
     """Whether a guest of any conversion asks for optimizer steps: until then this is all that their end reads."""
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        guests: Sequence[type[Guest]] = (),
+        layer_guests: Sequence[type[LayerGuest]] = (),
+    ) -> None:
         Conversion.made += 1
         self.options = options or {}
+        self._classes = tuple(guests), tuple(layer_guests)
         self._records: Records = weakref.WeakKeyDictionary()
         self._listed: tuple[int, Sequence[WeightRecord]] = 0, []
         self.unsharded: list[WeightRecord] = []
         self.changes = 0
         self.exchanges: dict[Ranks, Exchange] = {}
-        self.guests: list[Guest] = [make(self) for make in makers]
+        self.guests = [guest(self) for guest in guests]
+        self.layer_guests = [guest() for guest in layer_guests]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Conversion, (self.options,)
+        return Conversion, (self.options, *self._classes)
 
     @staticmethod
     def see(model: torch.nn.Module) -> None:

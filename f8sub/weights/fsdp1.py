@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.convert import remove_hook
 from f8sub.errors import Float8Warning
-from f8sub.linear import hooks as sockets
-from f8sub.linear.hooks import LayerGuest
-from f8sub.torch_compat import flattened_by_fsdp1
+from f8sub.torch_compat import flattened_by_fsdp1, remove_hook
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.guests import LayerGuest
 
 
 class Fsdp1(LayerGuest):
@@ -37,7 +35,3 @@ def warn_of_fsdp1(conversion: Conversion, module: torch.nn.Module, args: Any) ->
             Float8Warning,
             stacklevel=2,
         )
-
-
-sockets.guests.append(Fsdp1())
-sockets.forward_hooks.append(warn_of_fsdp1)

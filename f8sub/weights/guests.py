@@ -1,10 +1,14 @@
-"""What features do for weights: Guest, one a conversion, and Region, a guest's part of an exchange's table."""
+"""Who takes part in a conversion: Guest in what weights do together, LayerGuest in what happens to layers.
+
+A Guest may have a Region, its part of an exchange's table.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.scales import PriorScale
 
 if TYPE_CHECKING:
@@ -38,7 +42,10 @@ class Region(Protocol):
 
 
 class Guest:
-    """What a feature does for the weights of one conversion; a feature overrides what it needs."""
+    """One that takes part in what the weights of a conversion do together; a subclass overrides what it needs."""
+
+    def __init__(self, conversion: "Conversion") -> None:
+        """Begin with a conversion that has no weights yet."""
 
     def described(self) -> dict[str, str]:
         """What every rank must have alike, besides the layers' own descriptions."""
@@ -82,8 +89,31 @@ class Guest:
         """``precompute_scales`` began all reductions; may raise Float8NumericsError."""
 
 
-makers: "list[Callable[[Conversion], Guest]]" = []
-"""What features have added: called once a conversion."""
+class LayerGuest:
+    """One that takes part in what happens to converted layers; a subclass overrides what it needs.
 
-side_by_side: Callable[[Sequence[PriorScale], int, int], PriorScale]
-"""The prior scales of several weights as the table has them: each at a multiple of so many entries, so many in all."""
+    A layer is a ``Float8Linear`` or a module of experts.
+    """
+
+    def planned(self, conversion: "Conversion", plans: Sequence[Plan]) -> None:
+        """Layers of a conversion are to run, or came to a device where they run, by these plans; may warn."""
+
+    def entered(self, layer: torch.nn.Module) -> None:
+        """A layer was converted."""
+
+    def left(self, layer: torch.nn.Module) -> None:
+        """A layer is what it was again."""
+
+    def converted(self, model: torch.nn.Module, conversion: "Conversion") -> None:
+        """The layers of a model were converted."""
+
+    def loaded(self, layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """The layer's entries of a state dict were loaded."""
+
+    def alike(self, layer: torch.nn.Module) -> dict[str, str]:
+        """What every rank must have alike of a layer, by its name in the error."""
+        return {}
+
+    def deviation(self, layer: Any) -> str | None:
+        """What ``repr`` and reports say of a layer that is not as usual."""
+        return None

@@ -11,7 +11,7 @@ from f8sub.host_copy import HostCopy, sent_to
 from f8sub.torch_compat import is_capturing
 from f8sub.weights.amax_table import bad_weights
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.guests import Guest
 from f8sub.weights.master_weight import MasterWeight, State
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 
@@ -104,6 +104,3 @@ def _largest_of_each(weights: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     if weights[0].is_cpu and sum(weight.numel() for weight in weights) > FEW * len(weights):
         return [torch.maximum(high, -low) for low, high in map(torch.aminmax, weights)]
     return torch._foreach_norm(weights, torch.inf)
-
-
-makers.append(HeldWeights)

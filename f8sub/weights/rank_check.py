@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8RankMismatchError
-from f8sub.linear import hooks as sockets
 from f8sub.version import __version__
-from f8sub.weights.conversion import ParamDtypes
+from f8sub.weights.conversion import Conversion, ParamDtypes
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.gather_values import gather_values
 from f8sub.weights.weight import WeightRecord
@@ -27,7 +26,7 @@ def compare(records: Sequence[WeightRecord], dtypes: ParamDtypes, exchange: Exch
             "f8sub": __version__,
             "shape": str(tuple(record.module._parameters[record.name].shape)),
             "dtype": str(record.module._parameters[record.name].dtype),
-            **_of_layer(record, torch.device(layout.device)),
+            **_of_layer(record, torch.device(layout.device), exchange.conversion),
             **of_guests,
             "param_dtype": str(dtypes.get((record.module, record.name))),
         }
@@ -36,7 +35,7 @@ def compare(records: Sequence[WeightRecord], dtypes: ParamDtypes, exchange: Exch
     _check(mine, exchange.group_of(layout.ranks).of_next_call(), layout.device)
 
 
-def _of_layer(record: WeightRecord, device: torch.device) -> dict[str, str]:
+def _of_layer(record: WeightRecord, device: torch.device, conversion: Conversion) -> dict[str, str]:
     """What a layer multiplies by, once it came to ``device``; nothing of a module that has no plan."""
     module = record.module
     if not hasattr(module, "plan"):
@@ -53,7 +52,7 @@ def _of_layer(record: WeightRecord, device: torch.device) -> dict[str, str]:
         },
         "backends": f"{plan.fprop}, {plan.dgrad}, {plan.wgrad}",
         "float8_all_gather": str(record.gathered),
-        **{name: said for guest in sockets.guests for name, said in guest.alike(module).items()},
+        **{name: said for guest in conversion.layer_guests for name, said in guest.alike(module).items()},
     }
 
 

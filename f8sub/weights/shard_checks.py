@@ -8,7 +8,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.torch_compat import fsdp_params, module_of
 from f8sub.weights.conversion import ParamDtypes
 from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.guests import Guest
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.rank_check import compare
 from f8sub.weights.weight import WeightRecord
@@ -56,6 +56,3 @@ def _refuse_cuts(record: WeightRecord, layout: ShardLayout) -> None:
         layout.format_of(format, record.fqn).tile.check_cut(
             dim, layout.whole[dim], part, f"{record.fqn}: its weight {layout.whole}"
         )
-
-
-makers.append(lambda conversion: ShardChecks())

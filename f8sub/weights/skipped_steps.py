@@ -4,7 +4,7 @@ import weakref
 from typing import Any
 
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import Guest, makers
+from f8sub.weights.guests import Guest
 
 
 class SkippedSteps(Guest):
@@ -16,6 +16,3 @@ class SkippedSteps(Guest):
 
     def __init__(self, conversion: Conversion) -> None:
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-makers.append(SkippedSteps)

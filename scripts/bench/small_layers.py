@@ -3,8 +3,8 @@
 A layer by itself whose larger dimension is --width, as it is and transposed; and a layer beside another of --width that
 reads the same x, where converting both is compared with converting the other alone. A GPU's times are those of CUDA
 graphs, which leave the host out and cast the weights in every replay. Of a recipe without native GEMMs on the GPU
-one layer is timed as it is launched: how slow the reference backend is. ``MIN_DIM`` of ``f8sub.features.defaults`` and
-``REFERENCE_TIMES_BF16`` of ``f8sub.features.report`` come from here.
+one layer is timed as it is launched: how slow the reference backend is. ``MIN_DIM`` of ``f8sub.convert.defaults`` and
+``REFERENCE_TIMES_BF16`` of ``f8sub.convert.reference_warning`` come from here.
 
     python scripts/bench/small_layers.py
 

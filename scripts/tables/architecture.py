@@ -1,6 +1,6 @@
-"""The map of the code: docs/images/architecture.svg, and the lists of files in docs/architecture.md.
+"""The map of the code and the lists of files in docs/architecture.md.
 
-Which folder imports which is read from the sources. The files of a flow are those that run: a small layer is trained,
+Which room imports which is read from the sources. The files of a flow are those that run: a small layer is trained,
 alone and under FSDP2 on two ranks, and every file of f8sub is noted when it is first entered.
 
     python scripts/tables/architecture.py --write-docs
@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import functools
-import json
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
-from html import escape
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 from torch import nn
@@ -31,22 +28,14 @@ from scripts.bench.ranks import on_ranks
 from scripts.table import ROOT, write_between_markers
 
 PACKAGE = ROOT / "f8sub"
-PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 COMMAND = "python scripts/tables/architecture.py --write-docs"
-CORE = ("convert", "linear", "weights", "tensor", "kernels", "values")
-"""Folders of the core, the topmost first; the modules at the top of the package are values, or the public names."""
-NAMES = {
-    "f8sub",
-    "f8sub.__main__",
-    "f8sub.features",
-    "f8sub.integrations",
-    "f8sub.integrations.transformers",
-    "f8sub.optim",
-    "f8sub.recipes.delayed",
-    "f8sub.tensor_parallel",
-    "f8sub.titan",
-}
-VALUES = "Formats, recipes, errors, and what differs between versions of torch."
+ROOMS = (
+    *("values", "kernels", "tensor", "weights", "delayed", "linear", "experts", "convert", "tensor_parallel"),
+    *("gradients", "checkpoint", "estimator", "diagnostics", "integrations"),
+)
+"""In the order of imports: a module imports its own room or those before it."""
+VALUES = {"errors", "formats", "host_copy", "recipe", "recipes", "torch_compat", "version"}
+HELD = {"values": "Formats, recipes, errors, and what differs between versions of torch."}
 
 
 def dotted(path: Path) -> str:
@@ -55,14 +44,14 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def folder_of(module: str) -> str:
-    """``linear``, ``features/delayed``, ``values`` or ``names``: where a module is drawn."""
-    parts = module.split(".")
-    if module in NAMES:
-        return "names"
-    if len(parts) > 2 and parts[1] == "features":
-        return f"features/{parts[2]}"
-    return parts[1] if parts[1] in CORE else "values"
+def room_of(module: str) -> str:
+    """``linear``, ``values`` or ``names``, the public names at the top of the package."""
+    part = [*module.split("."), ""][1]
+    if part in VALUES:
+        return "values"
+    if part == "optim":  # under the name that users know; its topic is primary weights, which convert has
+        return "convert"
+    return part if part in ROOMS else "names"
 
 
 @functools.cache
@@ -89,23 +78,14 @@ def first_line(tree: ast.Module) -> str:
     return re.sub(r"\s+", " ", (ast.get_docstring(tree) or "").partition("\n\n")[0])
 
 
-def data() -> dict[str, Any]:
-    """What the picture is drawn from: what each folder holds, and which folders it imports."""
+def imports() -> dict[tuple[str, str], int]:
+    """Pairs of rooms, and how many imports of the first name modules of the second."""
     trees = modules()
-    found: dict[str, dict[str, Any]] = {}
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
     for name, tree in trees.items():
-        folder = folder_of(name)
-        entry = found.setdefault(folder, {"holds": VALUES if folder == "values" else "", "imports": set()})
-        if name == f"f8sub.{folder.replace('/', '.')}":
-            entry["holds"] = first_line(tree)
-        entry["imports"] |= {folder_of(other) for other in imported(tree, set(trees))} - {folder, "names"}
-    found.pop("names")
-    found.pop("features", None)
-    return {
-        name: {**of, "imports": sorted(of["imports"])}
-        for name, of in sorted(found.items())
-        if name != "features"
-    }
+        for other in set(imported(tree, set(trees))):
+            found[room_of(name), room_of(other)] += 1
+    return {pair: count for pair, count in found.items() if pair[0] != pair[1] and "names" not in pair}
 
 
 class Visits:
@@ -128,7 +108,7 @@ class Visits:
             run()
         finally:
             sys.setprofile(before)
-        return [name for name in self.seen if name not in NAMES and ".recipes" not in name]
+        return [name for name in self.seen if room_of(name) != "names" and ".recipes" not in name]
 
 
 def flows() -> dict[str, list[str]]:
@@ -187,131 +167,54 @@ def flow_table(names: list[str]) -> str:
     return "\n".join(["| file | what it is |", "| --- | --- |", *rows])
 
 
-def folder_table() -> str:
-    """A line for each folder, with its files."""
-    files: dict[str, list[str]] = {}
-    for name in modules():
-        path = path_of(name)
-        if path.name != "__init__.py" and (folder := folder_of(name)) != "names":
-            files.setdefault(folder, []).append(f"`{path.stem}`")
-    held = {name: of["holds"] for name, of in data().items()}
-    order = [*reversed(CORE), *sorted(name for name in files if name not in CORE)]
-    rows = [f"| `{name}` | {as_markdown(held[name])} | {' '.join(files[name])} |" for name in order]
-    return "\n".join(["| folder | what it holds | files |", "| --- | --- | --- |", *rows])
+def room_table() -> str:
+    """A line for each room, with its files."""
+    files: dict[str, list[str]] = {room: [] for room in ROOMS}
+    held = dict(HELD)
+    for name, tree in modules().items():
+        path, room = path_of(name), room_of(name)
+        if name == f"f8sub.{room}":
+            held[room] = first_line(tree)
+        if path.name != "__init__.py" and room != "names":
+            files[room].append(f"`{path.stem}`")
+    rows = [f"| `{room}` | {as_markdown(held[room])} | {' '.join(files[room])} |" for room in ROOMS]
+    return "\n".join(["| room | what it holds | files |", "| --- | --- | --- |", *rows])
+
+
+def nearest(pairs: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The pairs of rooms that no other way joins, so that the map has few lines."""
+    reach: dict[str, set[str]] = {}
+    for room in ROOMS:
+        below = {other for one, other in pairs if one == room and ROOMS.index(other) < ROOMS.index(room)}
+        reach[room] = below | {further for other in below for further in reach[other]}
+    return [
+        (one, other)
+        for one, other in sorted(pairs, key=lambda pair: (ROOMS.index(pair[0]), ROOMS.index(pair[1])))
+        if other in reach[one] and not any(other in reach[step] for step in reach[one])
+    ]
+
+
+def diagram() -> str:
+    """The rooms and the imports between them, as Mermaid text."""
+    lines = ["```mermaid", "flowchart TD"]
+    lines += [f"    {one} --> {other}" for one, other in nearest(set(imports()))]
+    return "\n".join([*lines, "```"])
 
 
 def tables(found: dict[str, list[str]]) -> dict[str, str]:
     """Marker -> table, of docs/architecture.md."""
-    return {"folders": folder_table(), **{name: flow_table(names) for name, names in found.items()}}
-
-
-BOX, GAP, LEFT, WIDE = 70, 20, 96, 372
-"""Of the core's boxes, in pixels: height, distance, left edge, width."""
-FEATURES, COLUMN, ROW = 520, 27, 55
-"""Of the features' table: left edge, width of a column of dots, height of a row."""
-INK, GREY, BLUE, LINE = "#1f2933", "#627282", "#2563a8", "#b9c4d0"
-
-
-def text(x: float, y: float, words: str, size: int = 12, color: str = INK, more: str = "") -> str:
-    shown = escape(words.replace("``", ""))
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" {more}>{shown}</text>'
-
-
-def lines(x: float, y: float, words: str, columns: int, most: int = 2) -> list[str]:
-    """Small grey text, wrapped."""
-    wrapped = textwrap.wrap(words.replace("``", ""), columns, max_lines=most, placeholder=" ...")
-    return [text(x, y + 14 * i, line, 11, GREY) for i, line in enumerate(wrapped)]
-
-
-def core(drawn: dict[str, Any], top: float) -> Iterator[str]:
-    """Boxes of the core, one above the other, and an arrow from each to those it imports."""
-    middle = {name: top + i * (BOX + GAP) + BOX / 2 for i, name in enumerate(CORE)}
-    for name in CORE:
-        y = middle[name] - BOX / 2
-        yield f'<rect x="{LEFT}" y="{y:g}" width="{WIDE}" height="{BOX}" rx="6" fill="#eef4fb" stroke="{BLUE}"/>'
-        yield text(LEFT + 14, y + 22, name, 14, INK, 'font-weight="bold"')
-        yield from lines(LEFT + 14, y + 40, drawn[name]["holds"], 58)
-    for i, name in enumerate(CORE):
-        for other in drawn[name]["imports"]:
-            steps = CORE.index(other) - i
-            start, end = middle[name] + 4 + 3 * steps, middle[other] - 8 + 3 * i
-            if steps == 1:
-                x, y = LEFT + WIDE / 2, middle[name] + BOX / 2
-                path = f"M {x:g} {y:g} L {x:g} {y + GAP - 2:g}"
-            else:
-                out = LEFT - 18 * steps + 8
-                path = f"M {LEFT} {start:g} C {out:g} {start:g} {out:g} {end:g} {LEFT - 2} {end:g}"
-            yield f'<path d="{path}" fill="none" stroke="{BLUE}" stroke-width="1.3" marker-end="url(#arrow)"/>'
-
-
-def features(drawn: dict[str, Any], top: float) -> Iterator[str]:
-    """A row for each feature, with a dot below each folder of the core that it imports."""
-    dots = FEATURES + 300
-    for i, name in enumerate(CORE):
-        x = dots + i * COLUMN
-        yield text(x, top - 12, name, 11, INK, f'transform="rotate(-45 {x:g} {top - 12:g})"')
-    names = sorted(name for name in drawn if name not in CORE)
-    for row, name in enumerate(names):
-        y, imports = top + row * ROW, drawn[name]["imports"]
-        yield f'<line x1="{FEATURES}" y1="{y:g}" x2="{dots + 6 * COLUMN}" y2="{y:g}" stroke="{LINE}"/>'
-        yield text(FEATURES + 4, y + 17, name.partition("/")[2], 13, INK, 'font-weight="bold"')
-        others = [other.partition("/")[2] for other in imports if other not in CORE]
-        if others:
-            yield text(
-                dots - 20,
-                y + 17,
-                f"also imports {', '.join(others)}",
-                10,
-                GREY,
-                'text-anchor="end" font-style="italic"',
-            )
-        yield from lines(FEATURES + 4, y + 33, drawn[name]["holds"], 46)
-        for i, folder in enumerate(CORE):
-            fill = BLUE if folder in imports else "none"
-            stroke = BLUE if folder in imports else LINE
-            yield f'<circle cx="{dots + 5 + i * COLUMN}" cy="{y + ROW / 2:g}" r="5" fill="{fill}" stroke="{stroke}"/>'
-
-
-def picture(drawn: dict[str, Any]) -> str:
-    """The SVG, with what it was drawn from as its metadata."""
-    rows = len(drawn) - len(CORE)
-    top = 96
-    width, height = 1010, top + max(len(CORE) * (BOX + GAP), rows * ROW) + 24
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    marker = 'id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif">',
-        "<title>The folders of f8sub and what they import</title>",
-        f"<metadata>{escape(json.dumps(drawn))}</metadata>",
-        f'<defs><marker {marker}><path d="M 0 0 L 8 4 L 0 8 z" fill="{BLUE}"/></marker></defs>',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        text(LEFT, 36, "Core", 16, INK, 'font-weight="bold"'),
-        text(LEFT, 56, "A folder imports those below it, and no feature.", 12, GREY),
-        text(FEATURES + 4, 36, "Features", 16, INK, 'font-weight="bold"'),
-        text(FEATURES + 4, 56, "Each enters by a socket of the core:", 12, GREY),
-        text(FEATURES + 4, 72, "a dot is a folder that it imports.", 12, GREY),
-        *core(drawn, top),
-        *features(drawn, top),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def drawn_from(svg: str) -> dict[str, Any]:
-    """What a picture was drawn from."""
-    found = ElementTree.fromstring(svg).findtext("{http://www.w3.org/2000/svg}metadata")
-    return json.loads(found or "{}")
+    flows_of = {name: flow_table(names) for name, names in found.items()}
+    return {"map": diagram(), "rooms": room_table(), **flows_of}
 
 
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--write-docs", action="store_true", help="write the picture and the tables")
+    options.add_argument("--write-docs", action="store_true", help="write the map and the tables")
     arguments = options.parse_args()
     made = tables(on_ranks(2, flows)[0])
     if arguments.write_docs:
-        PICTURE.write_text(picture(data()))
         for marker, table in made.items():
             write_between_markers(marker, f"{table}\n\n<sub>`{COMMAND}`</sub>")
     else:

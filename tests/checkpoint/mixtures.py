@@ -9,7 +9,7 @@ from torch import nn
 import f8sub
 from f8sub.kernels.grouped import matmul_ops as nodes
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import DEEPSEEK, SMALL
+from tests.experts.models import DEEPSEEK, SMALL
 
 BF16 = torch.bfloat16
 HIDDEN, WIDE, EXPERTS = 256, 128, 4

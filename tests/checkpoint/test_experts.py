@@ -23,7 +23,7 @@ from tests.checkpoint.mixtures import (
     mixture,
     multiplied,
 )
-from tests.experts.experts_models import OwnExperts, of_transformers
+from tests.experts.models import OwnExperts, of_transformers
 from tests.models import seed_weights
 from tests.selection import long_but
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import f8sub
 from f8sub.weights.primary_weight import PrimaryWeight
 from tests.checkpoint.files import block_scales, spread
-from tests.experts.experts_models import SMALL, experts_of
+from tests.experts.models import SMALL, experts_of
 
 SIZES = {
     **SMALL,

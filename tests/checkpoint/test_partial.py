@@ -15,7 +15,7 @@ from tests.checkpoint.test_frozen_experts import (
     values_of,
     written,
 )
-from tests.experts.experts_models import DEEPSEEK, SMALL, experts_of
+from tests.experts.models import DEEPSEEK, SMALL, experts_of
 
 EXPERTS = "model.layers.0.mlp.experts"
 GONE = f"{EXPERTS}.1.down_proj.weight"

@@ -12,7 +12,7 @@ import f8sub.__main__
 from f8sub import cli as command_line
 from f8sub.cli import main
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_each_command_has_help(capsys):

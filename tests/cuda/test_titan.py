@@ -1,6 +1,7 @@
 """torchtitan 0.2's trainer with f8sub on GPUs and NCCL: debug Llama, real text, a tokenizer trained on the spot.
 
-torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in ``tests/integrations/torchtitan/jobs_0_2.py``.
+torchtitan 0.3 does not import on torch 2.11. What a run is told to do is in
+``tests/integrations/torchtitan/jobs_0_2.py``.
 """
 
 import functools

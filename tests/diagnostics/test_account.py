@@ -8,7 +8,7 @@ import torch
 import f8sub
 from f8sub.experts import seams
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts
+from tests.experts.models import OwnExperts
 from tests.kept_x import nodes_of
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 3, 128, 256, 40

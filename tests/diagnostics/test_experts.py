@@ -12,7 +12,7 @@ from f8sub.diagnostics.statistics import (
     statistics_of,
 )
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts, of_transformers
+from tests.experts.models import OwnExperts, of_transformers
 from tests.experts.ranks.test_experts_sharded import SeamedExperts
 from tests.models import equal, learning_shapes
 

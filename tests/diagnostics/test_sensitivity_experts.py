@@ -6,7 +6,7 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.diagnostics.test_experts import ENDS, HIDDEN, WIDTH_OF_X
-from tests.experts.experts_models import of_transformers
+from tests.experts.models import of_transformers
 
 
 def harm_of(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, recipe: str) -> float:

@@ -1,4 +1,4 @@
-"""docs/api.md and docs/architecture.md, with its picture, are what the code says now.
+"""docs/api.md and docs/architecture.md, with its map, are what the code says now.
 
 Every public name has an example, and every example runs.
 """
@@ -63,19 +63,19 @@ def written(marker: str) -> str:
     return PAGE.partition(f"<!-- begin {marker} -->\n")[2].partition("\n\n<sub>")[0]
 
 
-def test_the_picture_is_drawn_from_todays_imports():
-    assert architecture.drawn_from(architecture.PICTURE.read_text()) == architecture.data(), RENEWS
+def test_the_map_is_of_todays_imports():
+    assert written("map") == architecture.diagram(), RENEWS
 
 
-def test_the_picture_shows_every_folder():
-    drawn = architecture.data()
-    svg = architecture.picture(drawn)
-    assert all(f">{name.rpartition('/')[2]}</text>" in svg for name in drawn)
-    assert architecture.drawn_from(svg) == drawn
+def test_the_map_has_every_room_and_no_way_that_another_has():
+    pairs = {("weights", "kernels"), ("weights", "values"), ("kernels", "values"), ("kernels", "weights")}
+    assert architecture.nearest(pairs) == [("kernels", "values"), ("weights", "kernels")]
+    shown = architecture.diagram()
+    assert all(f" {room}" in shown for room in architecture.ROOMS)
 
 
-def test_the_folders_are_todays():
-    assert written("folders") == architecture.folder_table(), RENEWS
+def test_the_rooms_are_todays():
+    assert written("rooms") == architecture.room_table(), RENEWS
 
 
 def flows(rank: int, world: int) -> dict[str, list[str]]:

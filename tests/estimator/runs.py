@@ -9,7 +9,7 @@ import f8sub
 from f8sub.estimator.estimate_step import GATHERS, StepEstimate
 from f8sub.estimator.models import load
 
-TABLES = Path(__file__).parents[3] / "scripts" / "tables"
+TABLES = Path(__file__).parents[2] / "scripts" / "tables"
 PUBLISHED = json.loads((TABLES / "published_runs.json").read_text())
 WHOLE = {
     ("bf16", "bf16", 2, "selective"): 8688,

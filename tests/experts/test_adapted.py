@@ -15,19 +15,19 @@ from f8sub.delayed.layers import states_of  # noqa: E402
 from f8sub.experts import grouped_linear, seams  # noqa: E402
 from f8sub.experts.module import Float8Experts  # noqa: E402
 from tests.data_sets import gaussian, generator  # noqa: E402
-from tests.experts.experts_models import (
-    OwnExperts,
-    experts_of,
-    layer_of,
-    of_transformers,
-)  # noqa: E402
-from tests.experts.models import (
+from tests.experts.adapter_models import (  # noqa: E402
     RANK,
     adapted,
     config,
     fill,
     loss_and_gradients,
     loss_of,
+)
+from tests.experts.models import (  # noqa: E402
+    OwnExperts,
+    experts_of,
+    layer_of,
+    of_transformers,
 )
 
 KINDS = ["qwen3_moe", "gpt_oss"]

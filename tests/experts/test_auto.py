@@ -15,7 +15,7 @@ from f8sub.estimator.gpus import B200, H100, H200
 from f8sub.estimator.shapes import Product, shapes_of
 from f8sub.experts.module import Float8Experts
 
-PAGES = Path(__file__).parents[3] / "docs"
+PAGES = Path(__file__).parents[2] / "docs"
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 DEEPSEEK = {"first_k_dense_replace": 1, "num_hidden_layers": 2}

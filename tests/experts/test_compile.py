@@ -11,7 +11,7 @@ import f8sub
 from tests.budgets import decibels
 from tests.compiling import Compiler, SavedShapes
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts, experts_of, of_transformers
+from tests.experts.models import OwnExperts, experts_of, of_transformers
 from tests.experts.test_conversion import converted, losses_and_gradients, registered  # noqa: F401
 from tests.selection import long_but
 

@@ -19,7 +19,7 @@ from f8sub.experts.module import Float8Experts
 from f8sub.kernels.grouped import gemm as products
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import (
+from tests.experts.models import (
     MODELS,
     OwnExperts,
     experts_of,

@@ -11,7 +11,7 @@ from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.prior_casts import cast_tokens
 from f8sub.kernels.scales import PriorScale
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts
+from tests.experts.models import OwnExperts
 from tests.models import refusal
 
 WIDTH, HIDDEN, TAIL = 32, 48, 3

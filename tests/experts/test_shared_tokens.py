@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub.kernels.grouped import tokens_cuda
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts
+from tests.experts.models import OwnExperts
 
 COUNTS = [5, 0, 20]
 GATE_UP_DOWN, BACKWARD = 3, 3

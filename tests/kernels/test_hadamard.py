@@ -9,7 +9,7 @@ import torch
 from f8sub import Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels import reference
-from f8sub.kernels.hadamard import rotate
+from f8sub.kernels.fp4 import rotate
 from tests.budgets import gamma
 from tests.data_sets import gaussian, generator
 
@@ -26,7 +26,7 @@ def test_the_transform_is_orthogonal_and_undone(size):
 
 def test_every_process_has_the_same_transform_whatever_its_seed():
     code = (
-        "import torch; torch.manual_seed(7); from f8sub.kernels.hadamard import rotate; "
+        "import torch; torch.manual_seed(7); from f8sub.kernels.fp4 import rotate; "
         "print(rotate(torch.eye(16), 16).sign().int().tolist())"
     )
     other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1, Rounding
-from f8sub.kernels import fp4 as e2m1
-from f8sub.kernels import reference, scales
+from f8sub.kernels import fp4, reference, scales
 from tests import oracle
 from tests.budgets import excess
 from tests.data_sets import gaussian, generator, lognormal, make, spread_columns
@@ -198,14 +197,14 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average():
     """A draw is within one step of its neighbours: Hoeffding's bound on the mean of 4096 draws is 0.058 steps."""
     torch.manual_seed(0)
     exact = grid().double()
-    drawn = e2m1.values(e2m1.cast(grid().expand(DRAWS, -1), Rounding.STOCHASTIC)).double()
+    drawn = fp4.values(fp4.cast(grid().expand(DRAWS, -1), Rounding.STOCHASTIC)).double()
     codes = torch.tensor(sorted(set(oracle.VALUES["e2m1"].tolist())), dtype=torch.float64)
     upper = codes[torch.searchsorted(codes, exact)]
     lower = codes[torch.searchsorted(codes, exact, right=True) - 1]
     assert ((drawn == lower) | (drawn == upper)).all()
     bound = math.sqrt(math.log(2 * exact.numel() / CHANCE_OF_FAILURE) / (2 * DRAWS))
     assert ((drawn.mean(0) - exact).abs() <= bound * (upper - lower)).all()
-    nearest = e2m1.values(e2m1.cast(grid()[None], Rounding.NEAREST)).double()[0]
+    nearest = fp4.values(fp4.cast(grid()[None], Rounding.NEAREST)).double()[0]
     assert ((nearest - exact).abs() > bound * (upper - lower)).any()
 
 
@@ -214,19 +213,19 @@ def test_the_last_draws_carry_nowhere(monkeypatch, draw):
     """What a code is exactly stays, with its sign; float32 cannot hold the largest draw beside 2 or 3."""
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, draw))
     codes = torch.arange(16, dtype=torch.uint8)
-    assert torch.equal(e2m1.cast(e2m1.values(codes), Rounding.STOCHASTIC), codes)
+    assert torch.equal(fp4.cast(fp4.values(codes), Rounding.STOCHASTIC), codes)
     between = torch.tensor([3.999, -3.999, 5.999, -5.999, 100.0, -torch.inf])
-    drawn = e2m1.values(e2m1.cast(between, Rounding.STOCHASTIC))
+    drawn = fp4.values(fp4.cast(between, Rounding.STOCHASTIC))
     assert drawn.tolist() == ([3.0, -3.0, 4.0, -4.0] if draw else [4.0, -4.0, 6.0, -6.0]) + [6.0, -6.0]
 
 
 def test_the_draws_are_of_torchs_generator_and_nearest_takes_none():
     x = gaussian((8, 64), generator(1))
     torch.manual_seed(3)
-    first, second = (e2m1.cast(x, Rounding.STOCHASTIC) for _ in range(2))
+    first, second = (fp4.cast(x, Rounding.STOCHASTIC) for _ in range(2))
     assert not torch.equal(first, second)
     torch.manual_seed(3)
-    assert torch.equal(e2m1.cast(x, Rounding.STOCHASTIC), first)
+    assert torch.equal(fp4.cast(x, Rounding.STOCHASTIC), first)
     state = torch.get_rng_state()
-    e2m1.cast(x, Rounding.NEAREST)
+    fp4.cast(x, Rounding.NEAREST)
     assert torch.equal(torch.get_rng_state(), state)

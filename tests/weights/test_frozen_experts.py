@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import f8sub
 from f8sub.weights.primary_weight import PrimaryWeight
-from tests.experts.experts_models import experts_of, of_transformers
+from tests.experts.models import experts_of, of_transformers
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 CASES = [

@@ -10,7 +10,7 @@ import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import of_transformers
+from tests.experts.models import of_transformers
 from tests.layers import K, N, dy_of, x_of
 
 M = 8

@@ -17,7 +17,7 @@ from f8sub.errors import Float8ConfigError
 
 __all__ = ["LAYOUTS", "Layout", "attribute", "installed", "names", "register"]
 
-_FEATURE = "f8sub.integrations.torchtitan"
+_ROOM = "f8sub.integrations.torchtitan"
 
 READY_MADE = (
     "deepseek_v3_16b_f8sub",
@@ -65,7 +65,7 @@ LAYOUTS = (
         "0.2",
         "0.2.2",
         ("protocols/model_converter.py", "protocols/train_spec.py"),
-        dict.fromkeys(("Float8ModelConverter", "JobConfig"), "job_config"),
+        dict.fromkeys(("Float8ModelConverter", "JobConfig"), "torchtitan_0_2"),
         "Float8ModelConverter",
         "--job.custom_config_module=f8sub.titan --model.converters=f8sub",
     ),
@@ -141,7 +141,7 @@ def attribute(name: str) -> Any:
             f"{layout.name}: take {layout.instead}"
         )
     try:
-        return getattr(importlib.import_module(f"{_FEATURE}.{layout.homes[name]}"), name)
+        return getattr(importlib.import_module(f"{_ROOM}.{layout.homes[name]}"), name)
     except ImportError as error:
         raise Float8ConfigError(
             f"f8sub.titan.{name} cannot be had of torchtitan {_version()} in {_folder()}: {error}. It has the layout "
@@ -158,7 +158,7 @@ def names() -> list[str]:
         return []
     homes = sorted(layout.homes)
     if "recipes" in layout.homes.values():
-        recipes = importlib.import_module(f"{_FEATURE}.recipes")
+        recipes = importlib.import_module(f"{_ROOM}.recipes")
         homes = [name for name in homes if layout.homes[name] != "recipes" or recipes.home_of(name)]
     return homes
 

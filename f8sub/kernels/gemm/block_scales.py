@@ -3,9 +3,8 @@
 Source: "1D Block Scaling Factors Layout" of cuBLAS's documentation, and the checks of ATen/native/cuda/ScaledBlas.cpp.
 """
 
-from collections.abc import Callable
-
 import torch
+from torch.nn.functional import pad
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 
@@ -17,10 +16,6 @@ ALIGNMENT = 16
 
 _SQUARES_ALIGNMENT = 4
 """A row of 128x128 scales begins at a multiple of 16 bytes. Source: the same file."""
-
-why_not_of_a_byte: Callable[[Float8Format, Float8Format, torch.device], str | None]
-gemm_of_a_byte: Callable[[Operand, Operand, torch.dtype], torch.Tensor]
-"""``why_not`` and ``gemm_nt`` of ``scaled_mm.py`` where an operand is not plain: its scales have one byte."""
 
 
 def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> torch.Tensor:
@@ -108,3 +103,17 @@ def _filled(scales: torch.Tensor, multiple: int) -> torch.Tensor:
         return laid_out
     # Not is_contiguous(): one row or column counts as that with any strides.
     return scales if scales.stride() == (cols, 1) else scales.clone(memory_format=torch.contiguous_format)
+
+
+def aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Codes filled up with zeros to what cuBLASLt takes."""
+    rows, cols = codes.shape
+    missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
+    if not missing_rows and not missing_cols:
+        return codes
+    return pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
+
+
+def cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """A product of filled up operands without what filled them up."""
+    return y if y.shape == (rows, cols) else y[:rows, :cols]

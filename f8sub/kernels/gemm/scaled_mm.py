@@ -10,13 +10,14 @@ import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
-from f8sub.kernels.gemm import block_scales
-from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK, whole_blocks
+from f8sub.kernels.gemm import block_scales, scales_of_a_byte
+from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK, aligned, cut, whole_blocks
 from f8sub.torch_compat import (
     aten_scaled_mm,
     constant_result,
     cpu_has_amx,
     cpu_has_amx_fp16,
+    cuda_version,
     no_dispatch_modes,
 )
 
@@ -27,7 +28,7 @@ ROWWISE = Tile(1, ALL)
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """See ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
-        return block_scales.why_not_of_a_byte(a, b, device)
+        return scales_of_a_byte.why_not(a, b, device)
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "takes at most one e5m2 operand"
     if device.type == "cuda":
@@ -67,7 +68,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     left, a_scale_inv, format, _ = a
     right, b_scale_inv, b_format, _ = b
     if not format.is_plain:
-        return block_scales.gemm_of_a_byte(a, b, out_dtype)
+        return scales_of_a_byte.gemm_nt(a, b, out_dtype)
     has_rows = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
     if has_rows or (left.dtype is right.dtype and left.is_cpu and _onednn_loops()):
         if _in_blocks(format, b_format):
@@ -125,20 +126,6 @@ def _is_block(tile: Tile) -> bool:
     return tile.cols != ALL or tile.rows not in (1, ALL)
 
 
-def aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Codes filled up with zeros to what cuBLASLt takes."""
-    rows, cols = codes.shape
-    missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
-    if not missing_rows and not missing_cols:
-        return codes
-    return pad(codes.view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(codes.dtype)
-
-
-def cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """A product of filled up operands without what filled them up."""
-    return y if y.shape == (rows, cols) else y[:rows, :cols]
-
-
 def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
     missing = rows - scale_inv.shape[0]
     return pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
@@ -165,11 +152,6 @@ def _why_no_vector_scales(device: torch.device) -> str | None:
         "multiplies blocks with float32 scales on SM 9.0 (Hopper) with CUDA 12.9 or newer, found SM "
         f"{major}.{minor}, CUDA {torch.version.cuda}"
     )
-
-
-def cuda_version() -> tuple[int, ...]:
-    """Of torch's build; empty where that has no CUDA, for ROCm too."""
-    return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 
 @constant_result

@@ -8,7 +8,8 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from f8sub.formats import E2M1, Float8Format, Operand, ScaleRule
 from f8sub.kernels.gemm import block_scales
-from f8sub.kernels.gemm.scaled_mm import aligned, cuda_version, cut
+from f8sub.kernels.gemm.block_scales import aligned, cut
+from f8sub.torch_compat import cuda_version
 
 _BLOCKS = {
     ScaleRule.E8M0: (torch.float8_e4m3fn, 32, ScalingType.BlockWise1x32),
@@ -61,6 +62,3 @@ def swizzled(operand: Operand, size: int) -> torch.Tensor:
     filled = pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
     atoms = filled.view(-1, 4, 32, filled.shape[1] // 4, 4)
     return atoms.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
-
-
-block_scales.why_not_of_a_byte, block_scales.gemm_of_a_byte = why_not, gemm_nt

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import f8sub
-from tests.experts.experts_models import OwnExperts, of_transformers
+from tests.experts.models import OwnExperts, of_transformers
 from tests.selection import long_but
 from tests.wire import Wire
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 import f8sub
 from f8sub.weights.primary_weight import PrimaryWeight
 from tests.checkpoint.test_frozen_experts import TOKENS, frozen, written
-from tests.experts.experts_models import experts_of
+from tests.experts.models import experts_of
 from tests.selection import long_but
 from tests.wire import Wire
 

@@ -46,7 +46,7 @@ class Probe(Guest):
 
 def of_a_guest() -> nn.Module:
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="rowwise")
-    model.layers[0].converted.guests.append(Probe())
+    model.layers[0].converted.guests.append(Probe(model.layers[0].converted))
     Conversion.counts_steps = True
     return model
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts
+from tests.experts.models import OwnExperts
 from tests.models import equal, refusal, take_step
 from tests.selection import long_but
 from tests.wire import Wire

@@ -10,7 +10,7 @@ import f8sub
 
 pytest.importorskip("peft")
 
-from tests.experts.models import adapted, loss_and_gradients
+from tests.experts.adapter_models import adapted, loss_and_gradients
 
 
 @pytest.mark.parametrize(("kind", "primary"), [("qwen3_moe", True), ("gpt_oss", False)])

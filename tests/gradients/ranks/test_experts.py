@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts
+from tests.experts.models import OwnExperts
 from tests.gradients import oracle
 from tests.gradients.models import FLOAT32, gradients, same
 from tests.wire import Wire

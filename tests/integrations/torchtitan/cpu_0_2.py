@@ -1,6 +1,6 @@
 """torchtitan 0.2 on CPUs and gloo: as a script, its command line (``torchrun -m
-tests.integrations.torchtitan.cpu_0_2 --job.config_file ...``); for the tests, runs in forked ranks. It binds its device by
-name in many modules, so that these are told.
+tests.integrations.torchtitan.cpu_0_2 --job.config_file ...``); for the tests, runs in forked ranks. It binds its
+device by name in many modules, so that these are told.
 
 Importing this changes what torchtitan believes the device to be: nothing imports it but ranks.
 """

@@ -14,8 +14,5 @@ from f8sub.diagnostics import sample_experts as sample_experts
 from f8sub.diagnostics import searched_experts as searched_experts
 from f8sub.diagnostics import sensitive_experts as sensitive_experts
 from f8sub.experts import converter as converter
-from f8sub.linear import checkpointed_product as checkpointed_product
-from f8sub.linear import one_node as one_node
-from f8sub.linear import shared_input as shared_input
 from f8sub.tensor import aten_ops as aten_ops
 from f8sub.tensor import slicing_ops as slicing_ops

@@ -15,9 +15,10 @@ from f8sub.delayed.state import ScalingState
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.experts.module import Float8Experts
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.linear import hooks as sockets
-from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
+from f8sub.linear.dtensor import place
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.forwards import sources_of
+from f8sub.linear.matmul import weight_rowwise
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_fsdp_module
@@ -186,7 +187,7 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
         nothing = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         replicated = [torch.distributed.tensor.Replicate()]
         x = weight.from_local(nothing, weight.device_mesh, replicated, run_check=False)
-        sources = sockets.placement(layer, layer.plan, weight, x, None, sources).sources
+        sources = place(layer, layer.plan, weight, x, None, sources).sources
         local = weight.to_local()
     operand = weight_rowwise(local, (layer.plan, _dtype_of(part, local, dtype), sources))
     if not isinstance(operand, Operand):

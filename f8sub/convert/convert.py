@@ -35,13 +35,13 @@ from f8sub.convert.nothing_converted import nothing_converted
 from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
 from f8sub.convert.reencoding_warning import warn_of_reencoding
 from f8sub.convert.reference_warning import ReferenceWarning
+from f8sub.convert.shared_inputs import SharedInputs
 from f8sub.convert.sockets import EXPERTS
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import StoredTransposed
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.saved_input import AUTO
-from f8sub.linear.shared_input import SharedInputs
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import CONVERSION, remove_hook, require
 from f8sub.weights.conversion import Conversion

@@ -16,6 +16,7 @@ def reencodes(recipe: Recipe) -> bool:
 
 
 def warn_of_reencoding(chosen: Sequence[Chosen]) -> None:
+    """Warn once where layers that are to be converted keep x so."""
     rounded = [
         f"{layer.fqn} ({layer.plan.recipe.name})"
         for layer in chosen

@@ -8,7 +8,6 @@ import torch
 from f8sub.delayed.state import ALL_MEMBERS, ScalingState
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.scales import Sources
-from f8sub.linear import hooks as sockets
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import is_metadata_inference
 from f8sub.weights.conversion import Conversion
@@ -113,6 +112,3 @@ def sources_of(layer: Any, recipe: Recipe, name: str = "weight") -> Sources:
         check_members(state, len(local_tensor(weight)), f"{layer.fqn}.{name}")
     frozen = layer.training and not weight.requires_grad
     return state.sources(stage=stage, frozen=frozen)
-
-
-sockets.scaling = sources_of

@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.convert.keep_x import why_not_kept
 from f8sub.convert.layer_kinds import kind_of
 from f8sub.delayed.state import OPERANDS
 from f8sub.formats import Float8Format
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE
+from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
 from f8sub.weights.primary_weight import PrimaryWeight

@@ -21,10 +21,11 @@ from f8sub.host_copy import sent_to
 from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource
-from f8sub.linear import hooks as sockets
-from f8sub.linear.float8_linear import Float8Linear, weight_rowwise
+from f8sub.linear.dtensor import place
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.forwards import plan_of, sources_of
-from f8sub.linear.saved_input import Call
+from f8sub.linear.matmul import weight_rowwise
+from f8sub.linear.shared_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import autocast_dtype, is_dtensor, is_metadata_inference
@@ -147,7 +148,7 @@ class Sample:
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
             if is_dtensor(weight):
-                x, weight, _, _, sources, _ = sockets.placement(layer, plan, weight, x, None, sources)
+                x, weight, _, _, sources, _ = place(layer, plan, weight, x, None, sources)
             self._calls[name] = call = plan, dtype, sources
             if not isinstance(x, Float8Tensor):
                 self._note_x(name, x, recipe.fprop.a, dtype, sources.x)

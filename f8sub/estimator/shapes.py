@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from f8sub.convert import sockets
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.convert import other_reasons
 from f8sub.convert.defaults import HEAD, default_reasons
 from f8sub.convert.filters import Selection, layer_recipes
+from f8sub.convert.idle_patterns import idle_patterns
 from f8sub.convert.keep_x import layer_keep_x
 from f8sub.convert.layer_kinds import kind_of
 from f8sub.convert.other_weights import (
@@ -161,7 +161,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         selection = Selection(layer_recipes(DEFAULT), layer_keep_x("auto"), skip=skip)
         reasons = selection.reasons(modules, linears) | other_reasons(modules, selection, options)
         if skip:
-            sockets.idle_patterns(list(modules), reasons, selection, linears)
+            idle_patterns(list(modules), reasons, selection, linears)
     else:
         if skip:
             warnings.warn(

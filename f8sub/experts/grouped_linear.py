@@ -17,7 +17,7 @@ from f8sub.kernels.grouped.gemm import GroupedPlan, is_one_by_one
 from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.high_precision import by_groups
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
-from f8sub.linear import hooks as sockets
+from f8sub.linear import plan_in_use
 from f8sub.linear.forwards import plan_of, sources_of
 from f8sub.linear.shared_tokens import ends_of, sharing
 from f8sub.recipe import Recipe, get_recipe
@@ -159,8 +159,8 @@ def grouped_linear(
         weight, transposed = _transposed_back(module, weight), not transposed
     call = Call(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
     y = multiply(x, weight, groups, call)
-    if sockets.context_plan is not None and module is not None:
-        sockets.remember(module, plan, y)
+    if plan_in_use.was_entered and module is not None:
+        plan_in_use.remember(module, plan, y)
     for watch in watchers:
         watch(owner, Product(x, weight, groups, call, y))
     return y
@@ -187,7 +187,7 @@ def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedP
     if module.plan.device.type != (device := x.device).type:
         module.follow(device)
     plan: GroupedPlan = module.plan
-    if sockets.context_plan is None and torch.compiler.is_compiling():
+    if not plan_in_use.was_entered and torch.compiler.is_compiling():
         return plan
     name = owners.name_in(module, weight)
     if name is None:

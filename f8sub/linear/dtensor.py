@@ -15,6 +15,7 @@ are of the rank's own part again.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +26,6 @@ from f8sub.formats import ALL, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, save_when_checkpointed
 from f8sub.kernels.scales import Sources
-from f8sub.linear import hooks as sockets
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import all_reduce_node, constant_result, is_dtensor, largest_over_ranks
@@ -268,6 +268,24 @@ def _checked_cut(key: str, dim: int, whole: int, part: int) -> bool:
     return edge == ALL or part % edge != 0
 
 
+class Placed(NamedTuple):
+    """This rank's part of a forward whose weight is a DTensor.
+
+    Attributes:
+        x: the local matrix; ``weight`` and ``bias`` likewise.
+        adds_bias: whether this rank adds the bias.
+        sources: those of the call, with amaxes that are reduced over the ranks that a tile reaches over.
+        whole: makes the DTensor that a local ``y`` is a part of.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    adds_bias: bool
+    sources: Sources
+    whole: Callable[[torch.Tensor], torch.Tensor]
+
+
 def place(
     layer: "Float8Linear",
     plan: Plan,
@@ -275,7 +293,7 @@ def place(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     sources: Sources,
-) -> sockets.Placed:
+) -> Placed:
     """This rank's part of a forward.
 
     Raises:
@@ -288,7 +306,4 @@ def place(
         )
     places = Places.of(layer, weight, x)
     of_parts = places.sources(layer, plan, weight, x, sources)
-    return sockets.Placed(*places.local(x, weight, bias), places.adds_bias, of_parts, places.whole)
-
-
-sockets.placement = place
+    return Placed(*places.local(x, weight, bias), places.adds_bias, of_parts, places.whole)

@@ -10,13 +10,14 @@ import torch
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.scales import CURRENT_SOURCES
-from f8sub.linear import hooks as sockets
 from f8sub.linear.dtensor import Places
-from f8sub.linear.float8_linear import Float8Linear, Float8Matmul
+from f8sub.linear.matmul import Float8Matmul
 from f8sub.torch_compat import compiling, untraced
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from f8sub.linear.float8_linear import Float8Linear
 
 
 class _TracedMatmul(Float8Matmul):
@@ -54,12 +55,12 @@ def _node(
 
 
 @untraced
-def _eagerly(layer: Float8Linear, x: torch.Tensor) -> torch.Tensor:
-    return Float8Linear.forward(layer, x)
+def _eagerly(layer: "Float8Linear", x: torch.Tensor) -> torch.Tensor:
+    return layer.forward(x)
 
 
 def one_node(
-    layer: Float8Linear,
+    layer: "Float8Linear",
     plan: Plan,
     dtype: torch.dtype,
     x: torch.Tensor,
@@ -71,6 +72,3 @@ def one_node(
         return _eagerly(layer, x)
     enter_graph_functions()
     return _node(x, weight, bias, plan.key, dtype, layer.keep_x)
-
-
-sockets.one_node = one_node

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.keep_x import why_not_kept
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear import hooks as sockets
-from f8sub.linear.saved_input import AUTO
+from f8sub.linear.saved_input import AUTO, why_not_kept
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import (
@@ -31,6 +29,9 @@ from f8sub.torch_compat import (
     saved_tensors_hook,
 )
 from f8sub.weights.primary_weight import PrimaryWeight
+
+was_entered = False
+"""Whether any context was ever entered: until then a forward asks no further."""
 
 
 class _Entry(threading.local):
@@ -80,7 +81,8 @@ def _place() -> tuple[int, bool, Any]:
 
 def enter(key: str | None) -> None:
     """Have the forwards of this thread use the recipe of that key, or with None each layer's own."""
-    sockets.context_plan = plan_in_use
+    global was_entered
+    was_entered = True
     place = _COMPILED if torch.compiler.is_compiling() else _place()
     _entry.innermost = key, place, _entry.innermost
 
@@ -265,6 +267,3 @@ def _is_executed(node: Any) -> bool:
     The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
     """
     return node is autograd_node() or bool(is_to_be_executed(node))
-
-
-sockets.remember = remember

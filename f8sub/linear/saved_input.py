@@ -11,30 +11,31 @@ The first two have the same numbers, bitwise. So has the third where codes are t
 that came in float8 stays as it came.
 """
 
-import itertools
+import re
 from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import Float8Format, Operand, present
-from f8sub.kernels.gemm.select import Plan
+from f8sub.formats import Operand, present, why_not_derivable
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
-from f8sub.kernels.reference import Quantized
-from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource, Sources
-from f8sub.linear import hooks as sockets
+from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource
+from f8sub.linear.shared_input import Call, cast_anew, cast_or_share
+from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.torch_compat import saved_tensors_hook
 
 GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
 
-Call = tuple[Plan, torch.dtype, Sources]
-"""What one call of a layer multiplies by: its plan, the high-precision dtype of its GEMMs, the sources of scales."""
-
-Formats = tuple[Float8Format | None, Float8Format | None]
-
 AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE = KEEP_X = ("auto", "float8", "high_precision", "recompute")
 """What a layer can be asked to keep of x."""
+
+
+_VIEWS = re.compile(
+    r"(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Slice|Select|Expand|Alias)Backward\d+"
+)
+"""Nodes of operators whose result lies in their argument's storage; where one copies, CloneBackward0 is between."""
 
 
 class Kept(NamedTuple):
@@ -73,9 +74,9 @@ def cast_x(
         if columnwise is None:
             return received, () if keep_x is None else (matrix,), IN_HIGH_PRECISION
         return received, () if keep_x is None else received.tensors, ROWWISE_CODES
-    how = sockets.how_kept(x, plan.recipe) if keep_x == AUTO else keep_x
+    how = how_kept(x, plan.recipe) if keep_x == AUTO else keep_x
     formats = rowwise, columnwise if how == FLOAT8 else None
-    cast = cast_anew if torch.compiler.is_compiling() else sockets.cast
+    cast = cast_anew if torch.compiler.is_compiling() else cast_or_share
     made = cast(x, matrix, formats, call)
     row = made.rowwise
     if how is None:
@@ -119,17 +120,35 @@ def x_columnwise(saved: list[torch.Tensor], kept: Kept, call: Call, after: torch
     return present(quantize(matrix, None, format, source, plan.any_layout).columnwise)
 
 
-events = itertools.count(1)
-"""Numbers of the x's that were quantized in eager code."""
+def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
+    """Why layers of a recipe cannot keep x so; None when they can."""
+    rowwise, columnwise = recipe.formats("x")
+    if columnwise is None or keep_x in (AUTO, FLOAT8):
+        return None
+    if keep_x == HIGH_PRECISION:
+        if rowwise is None and recipe.scaling is not None:
+            return f"its fprop does not cast x, whose amax {type(recipe.scaling).__name__} takes in forward"
+        return None
+    if rowwise is None:
+        return "its fprop does not cast x, so that there are no codes to derive any from"
+    return why_not_derivable(rowwise, columnwise)
 
 
-def cast_anew(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
-    """Both operands of ``matrix``, (M, K): ``x`` as it is quantized. The source keeps the amax."""
-    plan, _, sources = call
-    made = quantize(matrix, *formats, sources.x, plan.any_layout)
-    if made.amax is not None:
-        sources.x.keep(made.amax, None if torch.compiler.is_compiling() else next(events))
-    return made
+def is_saved_by_its_maker(x: torch.Tensor) -> bool:
+    """Whether the operator that made ``x``, or what ``x`` is a view of, saved its result for its own backward.
+
+    ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
+    ``torch.compile`` traces; nor where hooks pack what is saved (checkpointing, offloading), each tensor by itself.
+    """
+    if torch.compiler.is_compiling() or (node := x.grad_fn) is None or saved_tensors_hook() is not None:
+        return False
+    while node is not None and _VIEWS.fullmatch(node.name()):
+        node = node.next_functions[0][0]
+    # Asked of the class: of the node itself it would be unpacked. What it makes besides has no gradient.
+    return any(hasattr(type(node), name) for name in ("_saved_output", "_saved_result"))
 
 
-sockets.cast = cast_anew
+def how_kept(x: torch.Tensor, recipe: Recipe) -> str:
+    """What "auto" is: x itself where that takes no memory and no kernel."""
+    free = is_saved_by_its_maker(x) and why_not_kept(recipe, HIGH_PRECISION) is None
+    return HIGH_PRECISION if free else FLOAT8

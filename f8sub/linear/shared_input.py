@@ -13,22 +13,28 @@ A write to x between two siblings counts a version, and ``x.data = t`` changes x
 through ``x.numpy()`` or through another library's view does neither: the next sibling reads the codes from before it.
 """
 
+import itertools
 import threading
 import weakref
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from typing_extensions import override
 
+from f8sub.formats import Float8Format
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
-from f8sub.linear import hooks as sockets
-from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import Call, Formats, cast_anew, events
+from f8sub.kernels.scales import Sources
 from f8sub.torch_compat import saved_tensors_hook
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import LayerGuest
+
+Call = tuple[Plan, torch.dtype, Sources]
+"""What one call of a layer multiplies by: its plan, the high-precision dtype of its GEMMs, the sources of scales."""
+
+Formats = tuple[Float8Format | None, Float8Format | None]
+
+events = itertools.count(1)
+"""Numbers of the x's that were quantized in eager code."""
 
 
 class _Scope:
@@ -99,20 +105,10 @@ def cast_or_share(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call:
     return scope.made
 
 
-class SharedInputs(LayerGuest):
-    """What opens and closes the scopes of a converted model."""
-
-    @override
-    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
-        # Under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one.
-        shared: int | None = None
-        for module in model.modules():
-            if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
-                module.register_forward_pre_hook(open_scope)
-                own = module.register_forward_hook(close_scope, always_call=True).id
-                shared = own if shared is None else shared
-                for hooks in (module._forward_hooks, module._forward_hooks_always_called):
-                    hooks[shared] = hooks.pop(own)  # type: ignore[assignment]
-
-
-sockets.cast = cast_or_share
+def cast_anew(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
+    """Both operands of ``matrix``, (M, K): ``x`` as it is quantized. The source keeps the amax."""
+    plan, _, sources = call
+    made = quantize(matrix, *formats, sources.x, plan.any_layout)
+    if made.amax is not None:
+        sources.x.keep(made.amax, None if torch.compiler.is_compiling() else next(events))
+    return made

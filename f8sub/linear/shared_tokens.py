@@ -20,7 +20,7 @@ from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.prior_casts import CastTokens, cast_tokens
 from f8sub.kernels.scales import LayerSource
-from f8sub.linear.saved_input import events
+from f8sub.linear.shared_input import events
 from f8sub.torch_compat import saved_tensors_hook
 
 

@@ -10,7 +10,7 @@ from f8sub.delayed.state import OPERANDS, ScalingState
 from f8sub.formats import ALL, Tile
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, GivenScale, LayerSource, PriorScale, ScaleSource
-from f8sub.linear.saved_input import Formats
+from f8sub.linear.shared_input import Formats
 from tests import oracle
 from tests.data_sets import generator, lognormal, row_outliers
 from tests.specs import spec_of

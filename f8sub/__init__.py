@@ -51,8 +51,7 @@ from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.quantize import quantize
 from f8sub.version import __version__ as __version__
-from f8sub.weights.precompute_hook import register_precompute_hook
-from f8sub.weights.precompute_scales import precompute_scales
+from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
 
 __all__ = [
     "ALL",

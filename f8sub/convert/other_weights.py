@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.sockets import converters
-from f8sub.estimator.counted_forward import Count
 from f8sub.experts.seams import seam_of
+
+if TYPE_CHECKING:
+    from f8sub.estimator.counted_forward import Count
 
 ROOT = "(root)"
 """What the model itself is called among its modules."""
@@ -51,7 +53,7 @@ class OtherWeights:
     in_float8: float = 0.0
 
 
-def other_weights(model: torch.nn.Module, counted: Count | None = None) -> tuple[OtherWeights, ...]:
+def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tuple[OtherWeights, ...]:
     """All modules of ``model`` that multiply by weights of their own and are no nn.Linear.
 
     Found are those that were counted, whatever they are. By their shapes and classes, counted or not, are found weights
@@ -171,7 +173,7 @@ def _described(
     fqn: str,
     module: torch.nn.Module,
     weights: list[torch.nn.Parameter],
-    counted: Count | None,
+    counted: "Count | None",
 ) -> OtherWeights:
     shapes = tuple(tuple(weight.shape) for weight in weights)
     parameters = sum(math.prod(shape) for shape in shapes)

@@ -8,6 +8,7 @@ import torch
 
 from f8sub.convert.layer_kinds import kind_of
 from f8sub.delayed.state import OPERANDS
+from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS
 from f8sub.formats import Float8Format
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
@@ -15,19 +16,6 @@ from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
 from f8sub.weights.primary_weight import PrimaryWeight
 from f8sub.weights.weight import local_tensor, master_of
-
-SHARED_INPUTS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("wq", "wk", "wv"),
-    ("w1", "w3"),
-    ("q", "k", "v"),
-    ("gate", "up"),
-)
-"""Names of siblings that read one x: those of Llama in transformers and torchtitan, and their short forms."""
-
-SAVED_INPUTS = ("o_proj", "wo", "o")
-"""Names of layers whose x is saved anyway by what makes it: attention's results."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from f8sub.diagnostics.bytes import SAVED_INPUTS, SHARED_INPUTS, byte_account
+from f8sub.diagnostics.bytes import byte_account
 from f8sub.diagnostics.expert_bytes import expert_bytes
 from f8sub.diagnostics.report import ConversionReport, layers_report
 from f8sub.diagnostics.report_experts import told_of_experts
 from f8sub.estimator.counted_forward import Batch, count, count_of_made_up
+from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS
 
 
 def conversion_report(

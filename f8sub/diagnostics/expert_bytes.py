@@ -6,12 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import is_converted
-from f8sub.diagnostics.bytes import (
-    Bytes,
-    LayerBytes,
-    WeightBytes,
-    operand_bytes,
-)
+from f8sub.diagnostics.bytes import Bytes, LayerBytes, WeightBytes, operand_bytes
 from f8sub.estimator.shapes import Product, expert_products
 from f8sub.experts.adapters import own_parameter
 from f8sub.experts.module import Float8Experts

@@ -1,18 +1,12 @@
 """Errors of reduced gradients, which another feature measures, as rows of a monitor."""
 
 import weakref
-from collections.abc import Callable
 
 import torch
 
 from f8sub.diagnostics.statistics import GRADIENT, Statistics, decibels
+from f8sub.gradients.reduction import measured_by_module
 from f8sub.host_copy import HostCopy
-
-Squares = Callable[[], torch.Tensor | None]
-
-measured: "weakref.WeakKeyDictionary[object, Squares]" = weakref.WeakKeyDictionary()
-"""The socket. By module, what gives the squares of the module's last measured gradients and of their error, float64,
-(2,), on its device; None before the first. Each measurement is a tensor of its own."""
 
 
 class GradientRows:
@@ -25,13 +19,13 @@ class GradientRows:
 
     def new(self) -> "tuple[list[str], HostCopy] | None":
         """Names of modules, and squares on their way to the host; None where there are none, which costs a look."""
-        if self._known != len(measured):
-            self._known = len(measured)
+        if self._known != len(measured_by_module):
+            self._known = len(measured_by_module)
             modules = self._model.named_modules()
-            self._modules = {name: module for name, module in modules if module in measured}
+            self._modules = {name: module for name, module in modules if module in measured_by_module}
         names, found = [], []
         for name, module in self._modules.items():
-            squares = measured[module]() if module in measured else None
+            squares = measured_by_module[module]() if module in measured_by_module else None
             if squares is not None and squares is not self._told.get(module):
                 self._told[module] = squares
                 names.append(name.replace("_orig_mod.", "") or "(root)")

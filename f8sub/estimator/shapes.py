@@ -21,7 +21,6 @@ from f8sub.convert.other_weights import (
     other_weights,
 )
 from f8sub.convert.sockets import EXPERTS
-from f8sub.diagnostics.bytes import SAVED_INPUTS, SHARED_INPUTS
 from f8sub.errors import Float8Warning
 from f8sub.estimator.counted_forward import count_of_made_up
 from f8sub.experts.experts_option import AUTO_EXPERTS
@@ -31,6 +30,19 @@ from f8sub.recipes import DEFAULT
 ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
 """Names of layers that read what attention makes, besides ``SAVED_INPUTS``, in modules called attn or attention."""
 
+
+SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("wq", "wk", "wv"),
+    ("w1", "w3"),
+    ("q", "k", "v"),
+    ("gate", "up"),
+)
+"""Names of siblings that read one x: those of Llama in transformers and torchtitan, and their short forms."""
+
+SAVED_INPUTS = ("o_proj", "wo", "o")
+"""Names of layers whose x is saved anyway by what makes it: attention's results."""
 
 _GROUPS = {name: group for group in SHARED_INPUTS for name in group}
 

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.diagnostics import monitored_gradients as gradients
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.gradients.fsdp import Reduction, reductions
 from f8sub.gradients.hosts import hops_of
-from f8sub.gradients.reduction import Float8ReduceScatter, Hops
+from f8sub.gradients.reduction import Float8ReduceScatter, Hops, measured_by_module
 from f8sub.kernels.triton.support import why_no_triton
 from f8sub.torch_compat import is_fsdp_module
 
@@ -67,7 +66,7 @@ def reduce_gradients_in_float8(
             before = before.before
         comm = Float8ReduceScatter(before, hops[group], every)
         module.set_custom_reduce_scatter(comm)
-        gradients.measured[module] = lambda comm=comm: comm.measured  # type: ignore[misc]
+        measured_by_module[module] = lambda comm=comm: comm.measured  # type: ignore[misc]
         reduced[fqn] = module, comm
     return GradientReduction(reduced, 2 if any(hops.values()) else 1)
 
@@ -102,7 +101,7 @@ class GradientReduction:
         """Have FSDP2 reduce gradients as before."""
         for module, comm in self._reduced.values():
             module.set_custom_reduce_scatter(comm.before)
-            gradients.measured.pop(module, None)
+            measured_by_module.pop(module, None)
         self._reduced = {}
 
 

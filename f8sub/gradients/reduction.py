@@ -7,7 +7,8 @@ those of each call, because gradients that a backward pass does not make are not
 """
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,12 @@ from f8sub.gradients.layout import (
 )
 from f8sub.gradients.wire import Source, add, pack
 from f8sub.torch_compat import CHUNK_CATS, WORKS_WITH, chunk_cat, is_capturing, reduce_scatter
+
+Squares = Callable[[], torch.Tensor | None]
+
+measured_by_module: "weakref.WeakKeyDictionary[object, Squares]" = weakref.WeakKeyDictionary()
+"""By module, what gives the squares of the module's last measured gradients and of their error, float64,
+(2,), on its device; None before the first. Each measurement is a tensor of its own."""
 
 
 def _unknown(what: str) -> Float8ConfigError:

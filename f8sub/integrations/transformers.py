@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from f8sub.weights.precompute_hook import register_precompute_hook
-from f8sub.weights.precompute_scales import precompute_scales
+from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
 
 
 class Float8Callback(TrainerCallback):

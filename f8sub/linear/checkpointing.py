@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from f8sub.errors import unknown
+from f8sub.kernels.grouped.matmul_ops import plain_rows_as_one_node, rows_as_one_node
 from f8sub.torch_compat import reduce_scatter_node
 
 aten = torch.ops.aten
@@ -23,7 +24,7 @@ PRODUCTS = {
     getattr(aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm")
     if hasattr(aten, name)
-}
+} | {rows_as_one_node, plain_rows_as_one_node}
 
 ATTENTION = {
     getattr(aten, f"_scaled_dot_product_{kind}").default

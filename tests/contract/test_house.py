@@ -12,21 +12,15 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (*ROOMS, "names")
 """In the order of imports: a module imports its own room or those before it; the package's public names import all."""
 AGAINST_IT = {
-    ("delayed.histories", "convert.convert"),
-    ("delayed.histories", "linear.hooks"),
-    ("delayed.layers", "linear.hooks"),
-    ("estimator.shapes", "diagnostics.bytes"),
     ("experts.converter", "convert.checks"),
     ("experts.converter", "convert.filters"),
+    ("experts.converter", "convert.primary_weights"),
     ("experts.converter", "convert.sockets"),
     ("experts.converter", "estimator.experts"),
-    ("gradients.reduce_gradients", "diagnostics.monitored_gradients"),
-    ("linear.plan_in_use", "convert.keep_x"),
-    ("weights.rank_check", "linear.hooks"),
 }
 """Imports that still run against the order. No other may."""
-MOST_IMPORTS_ACROSS_ROOMS = 719
-MOST_PAIRS_OF_ROOMS = 80
+MOST_IMPORTS_ACROSS_ROOMS = 760
+MOST_PAIRS_OF_ROOMS = 78
 MOST_LINES_OF_A_FUNCTION = 80
 
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import f8sub
 from f8sub.integrations import transformers as callback
 from f8sub.integrations.transformers import Float8Callback
-from f8sub.weights import precompute_hook as hook
+from f8sub.weights import precompute_scales as hook
 from tests.data_sets import gaussian, generator
 
 STEPS = 3

@@ -16,7 +16,7 @@ from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import fsdp_params, is_dtensor, module_of
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.precompute_hook import register_precompute_hook
+from f8sub.weights.precompute_scales import register_precompute_hook
 from f8sub.weights.weight import local_tensor
 
 PRECOMPUTE = "float8_precompute_scales"

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from f8sub.experts.seen_as_one import seen_as_one
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped import gemm as products
 from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.seen_as_one import seen_as_one
 from f8sub.kernels.grouped.tokens import Tokens
 from f8sub.kernels.grouped.weights import ExpertWeights
 from f8sub.kernels.ops import operator
-from f8sub.linear.checkpointing import PRODUCTS
 from f8sub.recipe import GemmSpec
 
 
@@ -31,7 +30,7 @@ def rows(
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
-    found: torch.Tensor = _rows_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+    found: torch.Tensor = rows_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
     return found
 
 
@@ -55,7 +54,7 @@ def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> tor
     if not torch.compiler.is_compiling():
         multiply = functools.partial(products.high_precision_rows, x, w, groups)
         return seen_as_one(multiply, x, w, groups.ends)
-    found: torch.Tensor = _plain_rows_as_one_node(x, w, groups.first, groups.ends)
+    found: torch.Tensor = plain_rows_as_one_node(x, w, groups.first, groups.ends)
     return found
 
 
@@ -126,9 +125,9 @@ def _plain_weights(
     return products.high_precision_weights(dy, x, Groups(first, ends, dy.shape[0])).contiguous()
 
 
-_rows_as_one_node = operator(_rows, "grouped_rows", _fake_rows)
+rows_as_one_node = operator(_rows, "grouped_rows", _fake_rows)
 _weights_as_one_node = operator(_weights, "grouped_weights", _fake_weights)
-_plain_rows_as_one_node = operator(
+plain_rows_as_one_node = operator(
     _plain_rows,
     "grouped_rows_in_high_precision",
     lambda x, w, first, ends: x.new_empty((x.shape[0], w.shape[1])),
@@ -138,5 +137,3 @@ _plain_weights_as_one_node = operator(
     "grouped_weights_in_high_precision",
     lambda dy, x, first, ends: dy.new_empty((first.shape[0], dy.shape[1], x.shape[1])),
 )
-
-PRODUCTS.update((_rows_as_one_node, _plain_rows_as_one_node))

@@ -6,7 +6,7 @@ the GPU, in units of a budget derived from the tensor core's accumulator. Then s
 random data, two sets of operands in turn, CUDA graphs, medians of rounds in which all variants take turns. Of few rows
 a plain split-K kernel is timed as well.
 
-Writes ``f8sub/kernels/triton/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses from then on, and
+Writes ``f8sub/kernels/gemm/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses from then on, and
 prints a table last.
 
     python scripts/tune_gemm.py

@@ -122,14 +122,11 @@ def load_float8(
                 again.append(part.fqn)
         for conversion in conversions:
             conversion.loaded()
-        reread_shards(
-            part.module for part in sources if isinstance(part.module, Float8Linear) or part in experts
-        )
+        reread_shards(p.module for p in sources if isinstance(p.module, Float8Linear) or p in experts)
         for part in sources:
             if isinstance(part.module, Float8Linear):
-                for (
-                    guest
-                ) in part.module.converted.layer_guests:  # as of a state dict that has this parameter alone
+                # As of a state dict that has this parameter alone.
+                for guest in part.module.converted.layer_guests:
                     guest.loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
         _warn_of_second_cast(again)

@@ -7,6 +7,8 @@ from transformers import TrainerCallback
 
 from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
 
+__all__ = ["Float8Callback"]
+
 
 class Float8Callback(TrainerCallback):
     """Scales of a converted model once the Trainer sharded and loaded it, and after every optimizer step.

@@ -1,6 +1,6 @@
 """What was measured of GEMMs with scales of blocks: which backend was faster, in which tiles, on which GPU.
 
-The measurements are files of ``f8sub/kernels/triton/gemm_tables``, one a GPU, written by ``scripts/tune_gemm.py``. A
+The measurements are files of ``f8sub/kernels/gemm/gemm_tables``, one a GPU, written by ``scripts/tune_gemm.py``. A
 shape's class is the measured shape that is nearest, in doublings of its dimensions, of those with few rows or of those
 with many.
 """

@@ -16,7 +16,7 @@ import f8sub
 from f8sub.diagnostics.bytes import byte_account
 from f8sub.diagnostics.expert_bytes import expert_bytes
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts, experts_of, of_transformers
+from tests.experts.models import OwnExperts, experts_of, of_transformers
 from tests.experts.ranks.test_experts_sharded import TransposedExperts
 from tests.models import equal, heard, refusal, seed_weights
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.experts.experts_models import OwnExperts
+from tests.experts.models import OwnExperts
 from tests.layers import K, M, N
 from tests.models import refusal, seed_weights
 

@@ -13,7 +13,7 @@ from f8sub.delayed import layers
 from f8sub.delayed.state import OPERANDS
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
-from f8sub.linear import float8_linear
+from f8sub.linear import matmul
 from f8sub.weights.cast import rowwise_of
 from tests import oracle
 from tests.data_sets import gaussian, generator
@@ -93,7 +93,7 @@ def test_a_first_step_multiplies_what_quantize_shows(margin, dy_margin, margin_o
         multiplied.append((a, b))
         return select.gemm_nt(backend, a, b, *how)
 
-    monkeypatch.setattr(float8_linear.sockets, "multiply", seen)
+    monkeypatch.setattr(matmul, "multiply", seen)
     run(layer, x, dy)
     (x_row, w_row), (dy_row, w_col), (dy_col, x_col) = multiplied
     cases = {

@@ -13,9 +13,9 @@ from tests.docs.pages import ROOT
 
 RUN = """
 import f8sub, torch
-from f8sub.kernels.triton import gemm_table
+from f8sub.kernels.gemm import tuning
 recipe = f8sub.get_recipe("blockwise")
-assert gemm_table.of("NVIDIA H200", recipe.fprop.a, recipe.fprop.b)
+assert tuning.of("NVIDIA H200", recipe.fprop.a, recipe.fprop.b)
 model = f8sub.convert_to_float8(torch.nn.Sequential(torch.nn.Linear(64, 64)))
 model(torch.randn(16, 64)).backward(torch.randn(16, 64))
 print(f8sub.__file__, f8sub.__version__)

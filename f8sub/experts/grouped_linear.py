@@ -139,15 +139,14 @@ def grouped_linear(
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
     owner = _module_of(weight)
-    fqn = "grouped_linear" if owner is None else owner.fqn
     module, plan = (owner, None) if recipe is None else (None, _plan_of(recipe, x.device.type, backend))
     if module is not None:
         plan = _plan_in_use(module, x, weight)
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
-        sources = _sources_of(module, fqn, plan.recipe, weight)
+        sources = _sources_of(module, owner, plan.recipe, weight)
     weight = local_part(weight)
-    _check(fqn, x, weight, offs, transposed)
+    _check(owner, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
         y = by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
@@ -218,13 +217,13 @@ def _named(recipe: str, device: str, backend: str) -> str:
     return name
 
 
-def _sources_of(module: Any, fqn: str, recipe: Recipe, weight: torch.Tensor) -> Sources:
+def _sources_of(module: Any, owner: Any, recipe: Recipe, weight: torch.Tensor) -> Sources:
     """The sources of a product with a weight of a converted module, which holds what they are made of."""
     if module is not None and (name := owners.name_in(module, weight)) is not None:
         return sources_of(module, recipe, name)
     raise Float8ConfigError(
-        f"{fqn}: recipe {recipe.name!r} keeps a past of each weight, and this weight of {tuple(weight.shape)} is no "
-        "parameter of a converted module whose forward runs, nor a view of one; convert the module, give "
+        f"{_name_of(owner)}: recipe {recipe.name!r} keeps a past of each weight, and this weight of "
+        f"{tuple(weight.shape)} is no parameter of a converted module whose forward runs, nor a view of one; convert the module, give "
         "grouped_linear its parameter as it is, and no recipe"
     )
 
@@ -243,33 +242,38 @@ def local_part(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local(grad_placements=weight.placements) if is_dtensor(weight) else weight
 
 
-def _check(fqn: str, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:
+def _name_of(owner: Any) -> str:
+    """The module's name, for errors alone: torch 2.11 compiles once more for each name that traced code reads."""
+    return "grouped_linear" if owner is None else str(owner.fqn)
+
+
+def _check(owner: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
-            f"{fqn}: experts take tokens of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype} of shape "
+            f"{_name_of(owner)}: experts take tokens of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype} of shape "
             f"{tuple(x.shape)}; convert them with .to(torch.bfloat16)"
         )
     dtype = getattr(offs, "dtype", type(offs).__name__)
     if dtype not in (torch.int32, torch.int64):
         raise Float8ShapeError(
-            f"{fqn}: ends of groups are a tensor of integers, got {dtype}; pass counts.cumsum(0)"
+            f"{_name_of(owner)}: ends of groups are a tensor of integers, got {dtype}; pass counts.cumsum(0)"
         )
     depth = weight.shape[1 if transposed else 2] if weight.dim() == 3 else None
     if x.dim() != 2 or depth != x.shape[-1] or offs.shape != weight.shape[:1]:
         raise Float8ShapeError(
-            f"{fqn}: a grouped linear layer takes x (M, K), a weight of {'(E, K, N)' if transposed else '(E, N, K)'} "
-            f"and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(offs.shape)}; look at what "
+            f"{_name_of(owner)}: a grouped linear layer takes x (M, K), a weight of "
+            f"{'(E, K, N)' if transposed else '(E, N, K)'} and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(offs.shape)}; look at what "
             "dispatches the tokens"
         )
     if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor and not torch.compiler.is_compiling():
         ends = offs.tolist()
         if ends[0] < 0 or ends != sorted(ends) or ends[-1] > len(x):
             raise Float8ShapeError(
-                f"{fqn}: ends of groups ascend from 0 to at most the {len(x)} rows of x, got {ends}; tokens are sorted "
-                "by expert, and their counts add up to no more than the rows"
+                f"{_name_of(owner)}: ends of groups ascend from 0 to at most the {len(x)} rows of x, got {ends}; "
+                "tokens are sorted by expert, and their counts add up to no more than the rows"
             )
     if x.is_cuda and any(size % MULTIPLE for size in weight.shape[1:]):
         raise Float8ShapeError(
-            f"{fqn}: the dimensions of grouped products on a GPU are multiples of {MULTIPLE}, got a weight of "
-            f"{tuple(weight.shape)}"
+            f"{_name_of(owner)}: the dimensions of grouped products on a GPU are multiples of {MULTIPLE}, got a "
+            f"weight of {tuple(weight.shape)}"
         )

@@ -355,7 +355,7 @@ def test_one_name_of_a_weight():
 def test_a_backend_that_experts_do_not_have_changes_nothing():
     options = {"experts": True, "backend": "scaled_mm", "skip_defaults": False}
     model, call = own(), functools.partial(f8sub.convert_to_float8, **options)
-    recipes = {"head": "rowwise", "*": "blockwise"}
+    recipes = {"head": "tensorwise", "*": "blockwise"}
     assert "no grouped product" in refusal(f8sub.Float8ConfigError, call, model, recipes)
     assert type(model.head) is nn.Linear
 

@@ -223,8 +223,8 @@ def _sources_of(module: Any, owner: Any, recipe: Recipe, weight: torch.Tensor) -
         return sources_of(module, recipe, name)
     raise Float8ConfigError(
         f"{_name_of(owner)}: recipe {recipe.name!r} keeps a past of each weight, and this weight of "
-        f"{tuple(weight.shape)} is no parameter of a converted module whose forward runs, nor a view of one; convert the module, give "
-        "grouped_linear its parameter as it is, and no recipe"
+        f"{tuple(weight.shape)} is no parameter of a converted module whose forward runs, nor a view of one; convert "
+        "the module, give grouped_linear its parameter as it is, and no recipe"
     )
 
 
@@ -262,8 +262,8 @@ def _check(owner: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor
     if x.dim() != 2 or depth != x.shape[-1] or offs.shape != weight.shape[:1]:
         raise Float8ShapeError(
             f"{_name_of(owner)}: a grouped linear layer takes x (M, K), a weight of "
-            f"{'(E, K, N)' if transposed else '(E, N, K)'} and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and {tuple(offs.shape)}; look at what "
-            "dispatches the tokens"
+            f"{'(E, K, N)' if transposed else '(E, N, K)'} and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and "
+            f"{tuple(offs.shape)}; look at what dispatches the tokens"
         )
     if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor and not torch.compiler.is_compiling():
         ends = offs.tolist()

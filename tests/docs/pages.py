@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
+from tests.integrations.torchtitan.runs import installed
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -186,6 +188,17 @@ def given(rank: int = 0, world: int = 1) -> dict[str, Any]:
     if world == 4:
         names["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return names
+
+
+def shows_other_torchtitan(text: str) -> bool:
+    """Whether an example is of torchtitan 0.3, as all on the pages are, and another version is installed."""
+    return ("torchtitan" in text or "f8sub.titan" in text) and installed() != "0.3"
+
+
+def skip_other_torchtitan(text: str) -> None:
+    """Skip an example of torchtitan where it cannot run."""
+    if shows_other_torchtitan(text):
+        pytest.skip(f"shows torchtitan 0.3, here is {installed()}")
 
 
 def run(example: Example, rank: int = 0, world: int = 1) -> None:

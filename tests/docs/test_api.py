@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from scripts.tables import api, api_examples, architecture
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, shows_other_torchtitan, skip_other_torchtitan
 
 NAMES = [each for names in api.entries().values() for each in names]
 ALONE = [name for name, example in api.examples().items() if not example.words]
+ON_RANKS = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(shows_other_torchtitan(example.text), reason="shows torchtitan 0.3")
+    )
+    for name, example in sorted(api.examples().items())
+    if example.words
+]
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 TESTED = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -46,13 +53,12 @@ def test_torchtitan_has_the_names_of_its_version():
 @pytest.mark.parametrize("name", ALONE)
 def test_the_example_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if name.startswith("titan"):
-        pytest.importorskip("torchtitan")
+    skip_other_torchtitan(api.examples()[name].text)
     exec(compile(api.examples()[name].text, name, "exec"), {})
 
 
 @pytest.mark.own_ranks
-@pytest.mark.parametrize("name", sorted(api.examples().keys() - set(ALONE)))
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_the_example_runs_on_ranks(rank, world, name):
     assert api.examples()[name].words == "ranks=2"
     getattr(api_examples, name)()

@@ -13,7 +13,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, refusal, seed_weights
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 from f8sub_pretrain.traffic import count_traffic
 
 SIZES = 64, 96, 64

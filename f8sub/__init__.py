@@ -44,6 +44,7 @@ from f8sub.experts.token_dispatch import dispatch_tokens_in_float8
 from f8sub.experts.token_exchange import exchange_tokens
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
+from f8sub.graphs.graph_step import GraphedStep, graph_step
 from f8sub.linear.autocast import autocast
 from f8sub.linear.checkpointing import checkpoint_policy
 from f8sub.linear.float8_linear import Float8Linear
@@ -68,6 +69,7 @@ __all__ = [
     "Float8Warning",
     "GemmSpec",
     "GradientReduction",
+    "GraphedStep",
     "LayerReport",
     "Monitor",
     "Operand",
@@ -91,6 +93,7 @@ __all__ = [
     "float8_state_dict",
     "float8_weights",
     "get_recipe",
+    "graph_step",
     "grouped_linear",
     "keep_swiglu_input_in_float8",
     "load_float8",

@@ -1,5 +1,6 @@
 """Small tensors between host and device, which the host does not wait for."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +14,43 @@ def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch
     if not isinstance(values, torch.Tensor):
         dtype = torch.bool if all(isinstance(value, bool) for value in values) else torch.int64
         values = torch.tensor(values, dtype=dtype, device="cpu")
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    if device.type != "cuda":
+        return values.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        # Replays would read host memory that others use by then.
+        raise RuntimeError("a CUDA graph is captured with values that no launched step has sent to the device")
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def constant(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
+    """``sent_to``, once: the same tensor for the same values, so nobody may write to it."""
+    return _constant(device, tuple(values), all(isinstance(value, bool) for value in values))
+
+
+@functools.lru_cache(maxsize=256)
+def _constant(device: torch.device, values: tuple[int, ...], is_bool: bool) -> torch.Tensor:
+    with torch.inference_mode(mode=False), no_dispatch_modes():
+        return sent_to(device, values)
 
 
 class HostCopy:
-    """A small tensor on its way to the host; one without memory (on meta, under FakeTensorMode) reads as zeros."""
+    """A small tensor on its way to the host; one without memory (on meta, under FakeTensorMode) reads as zeros.
 
-    def __init__(self, found: torch.Tensor) -> None:
+    Args:
+        found: the tensor.
+        place: for what a CUDA graph copies in each replay: memory on the host, pinned if there is a GPU.
+    """
+
+    def __init__(self, found: torch.Tensor, place: torch.Tensor | None = None) -> None:
         self._found = found
         self._event: torch.cuda.Event | None = None
-        if type(found) is not torch.Tensor or found.is_meta:
+        if place is not None:
+            self._found = place.copy_(found, non_blocking=True)
+            if found.is_cuda:
+                # Recorded by each replay; an internal event of the graph could not be waited for.
+                self._event = torch.cuda.Event(external=True)
+                self._event.record()
+        elif type(found) is not torch.Tensor or found.is_meta:
             with no_dispatch_modes():
                 self._found = torch.zeros(found.shape, dtype=found.dtype, device="cpu")
         elif found.is_cuda:

@@ -108,6 +108,19 @@ COMPILATION = Need(
     },
 )
 
+GRAPHS = Need(
+    "graph_step",
+    "launch each step",
+    {
+        "torch.utils._pytree.tree_flatten": "tree",
+        "torch.utils._pytree.tree_unflatten": "leaves treespec",
+    },
+    {
+        "FSDPState": "_comm_ctx _modules_to_run_forward _state_ctx _training_state",
+        "FSDPParamGroup": "_all_gather_result _post_forward_indices _to_sharded _training_state fsdp_params",
+    },
+)
+
 TENSOR_PARALLELISM = Need(
     "tensor parallelism",
     "shard the model by fully_shard alone",
@@ -311,8 +324,10 @@ is_to_be_executed = _private("torch._C._will_engine_execute_node")
 preserve_version_counter = _private("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 return_and_correct_aliasing = _private("torch.utils._python_dispatch.return_and_correct_aliasing")
+tree_flatten = _private("torch.utils._pytree.tree_flatten")
 tree_leaves = _private("torch.utils._pytree.tree_leaves")
 tree_map_only = _private("torch.utils._pytree.tree_map_only")
+tree_unflatten = _private("torch.utils._pytree.tree_unflatten")
 SelectiveCheckpoint = _private("torch.utils.checkpoint._CachingTorchDispatchMode")
 _in_functorch = _private("torch._C._are_functorch_transforms_active")
 _storage_use_count = _private("torch._C._storage_Use_Count")
@@ -598,6 +613,50 @@ def _groups_of(state: Any, need: Need) -> list[Any]:
     return found
 
 
+_OF_A_PASS = (
+    *("_all_gather_result", "_all_reduce_state", "_partial_reduce_output", "_post_reduce_event"),
+    *("_reshard_after_forward_event", "all_gather_state", "active_gradient_reduction", "reduce_scatter_state"),
+)
+"""Attributes of a group and of what the groups share (2.11 to 2.15) that are None outside of a pass."""
+
+
+def forget_pass(model: torch.nn.Module) -> None:
+    """Have FSDP2 forget a forward and backward that an error ended in a CUDA graph's capture: nothing of it ran.
+
+    ``FSDPModule.reset_iter_state`` (2.14) waits for events, which here are none.
+
+    Raises:
+        Float8ConfigError: torch's FSDP2 is not as ``GRAPHS`` has it.
+    """
+    for module in filter(is_fsdp_module, model.modules()):
+        state: Any = module._get_fsdp_state()
+        require_attributes(GRAPHS, state)
+        idle = type(state._training_state).IDLE
+        for group in _groups_of(state, GRAPHS):
+            _set_none(group)
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._to_sharded()
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+                    unsharded.grad = None
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        _set_none(state._comm_ctx)
+        for several in ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order"):
+            if (found := getattr(state._comm_ctx, several, None)) is not None:
+                found.clear()
+
+
+def _set_none(holder: Any) -> None:
+    for name in _OF_A_PASS:
+        if hasattr(holder, name):
+            setattr(holder, name, None)
+
+
 def shard_ranks(group: Any) -> dist.ProcessGroup | None:
     """The ranks that a group's parameters are sharded over; None where they are replicated alone."""
     return getattr(group.mesh_info, "shard_process_group", None)
@@ -634,6 +693,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Have FSDP2 free what it gathered and kept: a forward without a backward leaves the root's parameters whole."""
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()
 
 
 def tensors_in_storage(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from f8sub.capture import current_capture, host_copy
 from f8sub.delayed.layers import (
     forget,
     forget_missing,
@@ -31,7 +32,7 @@ from f8sub.delayed.rolling import (
     matrices_of,
     operands_met,
 )
-from f8sub.delayed.state import OPERANDS, ScalingState, W
+from f8sub.delayed.state import OPERANDS, ScalingState, W, learn_scales
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
@@ -67,6 +68,8 @@ class _ShardedHistories(Histories):
         self._guest = guest
         self._weights: torch.Tensor | None = None
         self._stepped = self._own
+        with torch.inference_mode(mode=False):
+            self._gate = torch.zeros(1, dtype=torch.bool, device=self.states[0].scale.device)
 
     @property
     def due(self) -> bool:
@@ -86,10 +89,29 @@ class _ShardedHistories(Histories):
             parts = zip(starts, self.sizes, strict=True)
             positions = [start + index for start, size in parts for index in range(size)]
             self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
-        since = self._guest.covered(self.rolled_at)
         out.copy_(self.take().flatten())
-        self._stepped = self.by_row([_stepped(shard.master, since) for shard in shards])
+        if (capture := current_capture()) is None:
+            since = self._guest.covered(self.rolled_at)
+            self._stepped = self.by_row([_stepped(shard.master, since) for shard in shards])
+        else:
+            last = self._guest.steps - 1
+            in_last_step = self.by_row([_stepped(shard.master, last) for shard in shards])
+            self._stepped = in_last_step & self._gate
+            rolled_at = self.rolled_at
+            capture.before_replay(self.set_gate)
+            capture.after_replay(self._rolled)
+            capture.if_it_fails(lambda: setattr(self, "rolled_at", rolled_at))
         self.rolled_at = self._guest.steps
+
+    def set_gate(self) -> None:
+        """Tell a graph, which rolls in each replay, whether the weights' amaxes count: after an optimizer step."""
+        self._gate.fill_(self.due)
+
+    def _rolled(self) -> None:
+        """Enter that a replay rolled."""
+        self.rolled_at = self._guest.steps
+        for state in self.states:
+            state.mark_rolled()
 
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
         # A copy: the roll writes to it, and the table is the exchange's.
@@ -187,11 +209,16 @@ class DelayedHistories(Guest):
         # What was loaded in place before this step does not cover it.
         for _, state in self.held():
             state.notice_writes()
+        self._count(weights)
+        if (capture := current_capture()) is not None:
+            capture.after_replay(lambda: self._count(weights))
+        self._roll_unasked()
+
+    def _count(self, weights: Sequence[torch.Tensor]) -> None:
         self.steps += 1
         for weight in weights:
             if (record := _record_of(weight)) is not None:
                 _last_steps[record] = self.steps
-        self._roll_unasked()
 
     def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
         """Roll with the others: histories are the same on all ranks."""
@@ -209,7 +236,9 @@ class DelayedHistories(Guest):
         for exchange in self._conversion.exchanges.values():
             # No all-gather brings the ranks together, so they agree: one alone may have stepped.
             if not exchange.gathers and exchange.regions_due:
-                if exchange.all_arrive(exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)):
+                if current_capture() is not None:
+                    exchange.capture_reduction()
+                elif exchange.all_arrive(exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)):
                     exchange.reduce(tell=False)
                 exchange.settle()
         alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
@@ -234,13 +263,15 @@ class DelayedHistories(Guest):
         """
         histories = Histories([*alike, *of_contexts])
         records, fqn = histories.records, histories.records[0].fqn
-        if is_capturing(histories.states[0].scale):
+        capture = current_capture()
+        if is_capturing(histories.states[0].scale) and capture is None:
             raise Float8ConfigError(
                 f"{fqn}: an optimizer steps its weight while a CUDA graph is captured, and the amax "
-                "histories of delayed scaling roll outside of graphs; capture forward and backward alone, or take a "
-                "recipe with current scaling"
+                "histories of delayed scaling roll outside of graphs; capture forward and backward alone, have "
+                "f8sub.graph_step capture the whole step, or take a recipe with current scaling"
             )
-        self._read()
+        if capture is None:
+            self._read()
         weights = [local_tensor(getattr(record.module, record.name)) for record in records]
         # A weight that this rank does not see whole stays without a scale of its past.
         stepped = [
@@ -256,7 +287,39 @@ class DelayedHistories(Guest):
             amaxes = weight_amaxes([m for weight in weights for m in matrices_of(weight)]).to(staged)
             non_finite = histories.roll(staged, amaxes, histories.by_row(stepped))
             non_finite[:, W] = (~amaxes.isfinite()).float()
-        self._staged = histories.names, HostCopy(non_finite)
+        staged_now = histories.names, host_copy(non_finite)
+        self._staged = staged_now
+        if capture is not None:
+            capture.before_replay(self._tell_staged)
+            capture.after_replay(lambda: self._rolled(staged_now, histories.states))
+            capture.if_it_fails(lambda: setattr(self, "_staged", None))
+
+    def _rolled(self, staged: tuple[list[str], HostCopy], states: Sequence[ScalingState]) -> None:
+        """Enter that a replay rolled the histories that no exchange reduces."""
+        self._rolled_at, self._staged = self.steps, staged
+        for state in states:
+            state.mark_rolled()
+
+    def before_capture(self) -> None:
+        """Read what is on its way to the host, and have the gates of regions there."""
+        self._tell_staged()
+        states = [state for _, state in self.held()]
+        for state in states:
+            state.notice_writes()
+        learn_scales(states)
+        for exchange in self._conversion.exchanges.values():
+            region = exchange.table.regions.get(self)
+            if isinstance(region, _ShardedHistories):
+                region.set_gate()
+
+    def _tell_staged(self) -> None:
+        self._read()
+        self._tell()
+
+    def _tell(self) -> None:
+        operands, self._non_finite = self._non_finite, []
+        for message in self.errors_of(operands):
+            raise Float8NumericsError(message)
 
     def _read(self) -> None:
         """Read where the last roll met NaN or infinity."""
@@ -269,11 +332,9 @@ class DelayedHistories(Guest):
     def precompute(self) -> None:
         """Roll what is left; NaN and infinity that this rank met in unsharded layers are a Float8NumericsError."""
         self._roll_unasked()
-        if self._staged is not None and self._staged[1].there:
+        if self._staged is not None and self._staged[1].there and current_capture() is None:
             self._read()
-        operands, self._non_finite = self._non_finite, []
-        for message in self.errors_of(operands):
-            raise Float8NumericsError(message)
+        self._tell()
 
     def errors_of(self, operands: Sequence[str]) -> list[str]:
         """The error that operands are whose amax was left out of the histories, if they are one.

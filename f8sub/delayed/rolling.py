@@ -12,7 +12,7 @@ from f8sub.delayed.state import (
     roll,
     sizes_of,
 )
-from f8sub.host_copy import sent_to
+from f8sub.host_copy import constant
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import WeightRecord
 
@@ -40,11 +40,11 @@ class Histories:
     @functools.cached_property
     def _layer_of_row(self) -> torch.Tensor:
         numbers = [number for number, size in enumerate(self.sizes) for _ in range(size)]
-        return sent_to(self._own.device, numbers)
+        return constant(self._own.device, numbers)
 
     def by_row(self, values: Sequence[bool]) -> torch.Tensor:
         """Bool, (rows,): each layer's value for all of its rows."""
-        sent = sent_to(self._own.device, values)
+        sent = constant(self._own.device, values)
         return sent if len(self.names) == len(values) else sent[self._layer_of_row]
 
     @functools.cached_property

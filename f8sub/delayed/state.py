@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
 from f8sub.host_copy import HostCopy
@@ -255,7 +256,7 @@ def _look_for_scales(states: Sequence[ScalingState]) -> None:
 
     For all at once, because compiled code is compiled anew for that.
     """
-    if all(state.is_known for state in states):
+    if current_capture() is not None or all(state.is_known for state in states):
         return
     asked = {_scales_made.get(state) for state in states}
     copy = asked.pop() if len(asked) == 1 else None

@@ -267,3 +267,12 @@ def _is_executed(node: Any) -> bool:
     The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
     """
     return node is autograd_node() or bool(is_to_be_executed(node))
+
+
+def recipes_entered() -> tuple[str | None, ...]:
+    """The keys of the contexts that this thread is in, the innermost first."""
+    found, entry = [], _entry.innermost
+    while entry is not None:
+        found.append(entry[0])
+        entry = entry[2]
+    return tuple(found)

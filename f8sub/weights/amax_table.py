@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from f8sub.capture import current_capture, host_copy
 from f8sub.errors import Float8NumericsError, Float8Warning
-from f8sub.host_copy import HostCopy, sent_to
+from f8sub.host_copy import constant
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
 from f8sub.kernels.triton import support
@@ -67,7 +68,9 @@ class AmaxTable:
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:
-                where = sent_to(self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole])
+                where = constant(
+                    self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole]
+                )
             self.amax[where] = torch.stack(amaxes).float()
         for shard in self._apart:
             shard.write_amax()
@@ -86,6 +89,8 @@ class AmaxTable:
             self._launches = shard_amaxes.amaxes(list(taken.values()), self.amax)
             self._look_for([shard for shard in matrices if shard not in taken])
             self._places = places
+        if (capture := current_capture()) is not None:
+            capture.keep(self._launches)
         with support.device_of(self.amax):
             for launch in self._launches:
                 launch.run()
@@ -134,7 +139,7 @@ class Findings:
 
     def __init__(self, table: AmaxTable, told: Sequence[tuple[Region, torch.Tensor]]) -> None:
         amax = table.amax
-        self._copy = HostCopy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
+        self._copy = host_copy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
         self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]
         self._shards, self._regions = table.shards, [region for region, _ in told]
 

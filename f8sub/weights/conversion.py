@@ -177,6 +177,18 @@ class Conversion:
             )
         return shard
 
+    def before_capture(self) -> None:
+        """Finish what a CUDA graph of a whole step could not wait for, and tell what is known so far.
+
+        Raises:
+            Float8NumericsError: NaN or infinity in a weight.
+        """
+        self.refresh()
+        for exchange in self.exchanges.values():
+            exchange.before_capture()
+        for guest in self.guests:
+            guest.before_capture()
+
     def settle(self) -> None:
         """Have guests finish what a state dict holds, which is about to be taken or loaded."""
         for guest in self.guests:

@@ -21,6 +21,8 @@ When the table is reduced is decided by what every rank knows, never by what one
   so all that came reduce with it. No rank gathers before one of the two. With regions, which have to know of steps, a
   rank that did not step asks in precompute_scales too.
 - The exchange is not open: the ranks agree over the store that all of them came to reduce.
+- A CUDA graph is captured: all reduce, in each of its replays. ``graph_step`` does so when a step begins, so that no
+  replay reads scales of weights from before a change.
 - A shard changed in another way (an in-place operator, ``dcp.load``). One rank cannot know whether the others' did. So
   it tells the store, joins the all-gather as it is, and reads the store: every rank has passed the point where it would
   have told. If all did, all reduce, and gather this weight again. If not, the codes stand: those the old scale can hold
@@ -35,6 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import after_reductions, graph_task, is_capturing
 from f8sub.weights.agreement import PATIENCE, all_arrive, all_told, tell
@@ -80,7 +83,7 @@ class Exchange:
         self._captured = False
         self.opened = self._closed_at = 0
         self._asked = -1, -1, -1
-        self._written: torch.cuda.Event | None = None
+        self._written: tuple[torch.cuda.Event, bool] | None = None
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
@@ -157,6 +160,10 @@ class Exchange:
 
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""
+        if is_capturing(self.table.amax):
+            if self.gathers:
+                self.capture_reduction()
+            return
         if not self.gathers:
             self._tell(-1)
             return
@@ -167,6 +174,36 @@ class Exchange:
             self._join()
         if self.settles_at_once:
             self.settle()
+
+    def capture_reduction(self) -> None:
+        """Have a graph reduce in each replay; ``before_capture`` was called."""
+        if (capture := current_capture()) is None:
+            raise RuntimeError("a reduction is captured, and nobody is there to repeat what it tells the host")
+        before = self._changes_covered, self.generation
+        self._captured = True
+        capture.if_it_fails(lambda: self._not_captured(*before))
+        self.reduce(tell=False, with_regions=True)
+        self.settle()
+        found = self._findings[-1]
+        capture.before_replay(lambda: self._tell(None))
+        capture.after_replay(lambda: self._findings.append(found))
+        capture.keep(self.table, self.table.whole)
+
+    def expect_late_scales(self) -> None:
+        """No longer warn of weights that changed since: ``graph_step`` makes scales when a step begins."""
+        self._warned = True
+
+    def before_capture(self) -> None:
+        """Finish what a graph could not wait for, and tell what is known of the weights."""
+        self.settle()
+        self._tell(None)
+        self._written = None
+
+    def _not_captured(self, changes: int, generation: int) -> None:
+        self._changes_covered, self.generation = changes, generation
+        self._findings, self._under_way, self._written = [], None, None
+        for shard in self.table.shards:
+            shard.amax_of = None
 
     def _all_request(self) -> bool:
         """Whether all ranks come to reduce, which none of them has to."""
@@ -241,7 +278,8 @@ class Exchange:
             told = [(region, region.read(out, self.table.amax)) for region, out in regions]
             self.table.write_scales()
             if self.table.amax.is_cuda:
-                self._written = torch.cuda.current_stream(self.table.amax.device).record_event()
+                event = torch.cuda.current_stream(self.table.amax.device).record_event()
+                self._written = event, is_capturing(self.table.amax)
             self._findings = [*self._findings[-1:], Findings(self.table, told)]
         self.generation += 1
         self._requests = 0
@@ -261,14 +299,12 @@ class Exchange:
         if is_capturing(source):
             self._captured = True
             self._check_capture(shard)
+            self._wait_for_scales(captured=True)
             return shard.pending(source), None
         if self._comes_to_reduce():
             self.reduce()
         self.settle()
-        if self._written is not None:
-            # FSDP2 gathers on streams of its own, which may wait for an optimizer's step alone.
-            torch.cuda.current_stream(self.table.amax.device).wait_event(self._written)
-            self._written = None
+        self._wait_for_scales(captured=False)
         stale = self._stale(shard)
         if stale and len(self.layout.sharers) == 1:
             self.reduce()
@@ -279,6 +315,12 @@ class Exchange:
         tell(ticket)
         return shard.layout.stacked(shard.cast(source, beyond_range=_RANGE_SLACK)), ticket
 
+    def _wait_for_scales(self, *, captured: bool) -> None:
+        """Wait on one of FSDP2's own streams, which may wait for an optimizer's step alone; in a graph for its own."""
+        if self._written is not None and self._written[1] == captured:
+            torch.cuda.current_stream(self.table.amax.device).wait_event(self._written[0])
+            self._written = None
+
     def _comes_to_reduce(self) -> bool:
         """Whether to reduce before an all-gather, because precompute_scales did not."""
         in_backward = graph_task() != -1
@@ -288,7 +330,7 @@ class Exchange:
         change = self.generation, self.opened, self.conversion.changes
         if not self.due or self._asked == change:
             return False
-        if self.generation and not self._warned:
+        if self.generation and not (self._warned or self._captured):
             self._warned = True
             warnings.warn(_MISSED, Float8Warning, stacklevel=1)
         # An optimizer that steps in backward does so on every rank, between the same two all-gathers.

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from f8sub.capture import current_capture, host_copy
 from f8sub.errors import Float8NumericsError
-from f8sub.host_copy import HostCopy, sent_to
+from f8sub.host_copy import HostCopy, constant
 from f8sub.torch_compat import is_capturing
 from f8sub.weights.amax_table import bad_weights
 from f8sub.weights.conversion import Conversion
@@ -35,7 +36,8 @@ class HeldWeights(Guest):
     def requested(self) -> None:
         """Tell what the call before found, and look at the weights that changed since.
 
-        Does nothing while a CUDA graph is captured, where nothing can be waited for: the next call does it.
+        In a CUDA graph that ``graph_step`` captures, each replay looks, and the one after the next tells. In any other
+        graph nothing looks: the next call that is not captured does.
 
         Raises:
             Float8NumericsError: NaN or infinity in a weight; names the layers.
@@ -43,9 +45,21 @@ class HeldWeights(Guest):
         conversion = self._conversion()
         records = [] if conversion is None else conversion.unsharded
         weights = (record.parameter for record in records)
-        if records and not any(weight is not None and is_capturing(weight) for weight in weights):
+        capturing = any(weight is not None and is_capturing(weight) for weight in weights)
+        if not records or (capturing and current_capture() is None):
+            return
+        if not capturing:
             self._tell()
-            self._look(records)
+        self._look(records)
+        if (capture := current_capture()) is not None:
+            looks = list(self._looks)
+            capture.if_it_fails(lambda: self._looks.clear())
+            capture.before_replay(self._tell)
+            capture.after_replay(lambda: self._looks.extend(looks))
+
+    def before_capture(self) -> None:
+        """Tell, because a graph cannot."""
+        self._tell()
 
     def _tell(self) -> None:
         bad = []
@@ -71,7 +85,7 @@ class HeldWeights(Guest):
             for changed in on_device.values():
                 weights = [(weakref.ref(record), master.state) for record, master in changed]
                 finite = weight_amaxes([master for _, master in changed]).isfinite()
-                self._looks.append((weights, HostCopy(finite)))
+                self._looks.append((weights, host_copy(finite)))
 
     def skip(self, records: Iterable[WeightRecord]) -> None:
         """Leave out weights, as they are now, that another guest has just looked at."""
@@ -96,7 +110,7 @@ def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
     if filled:
         norms = _largest_of_each([plain[row] for row in filled])
-        amaxes.index_copy_(0, sent_to(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
+        amaxes.index_copy_(0, constant(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
     return amaxes
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from f8sub.capture import current_capture
 from f8sub.kernels import cuda as quantize_cuda
 from f8sub.kernels.triton.support import ALIGNMENT
 from f8sub.torch_compat import (
@@ -93,9 +94,12 @@ class Casts:
 
 
 def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> list[Any]:
-    """What the casts depend on besides values."""
+    """What the casts depend on besides values.
+
+    A graph that ``graph_step`` captures keeps what launched steps worked out, and any other has to do without.
+    """
     begin = outs[0].data_ptr()
-    found: list[Any] = [begin % ALIGNMENT, is_capturing(outs[0])]
+    found: list[Any] = [begin % ALIGNMENT, current_capture() is None and is_capturing(outs[0])]
     for each, out in zip(pending, outs, strict=True):
         shard, source, scale = each.shard, each.source, each.shard.scales.scale
         found += shard, shard.dtype, source.data_ptr(), source.stride(), scale.data_ptr()
@@ -121,4 +125,6 @@ def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> 
     first = pending[0].shard
     if first.casts is None or first.casts.state != _state(pending, outs):
         first.casts = Casts(pending, outs)
+    if (capture := current_capture()) is not None:
+        capture.keep(first.casts)
     first.casts.run(pending, outs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.torch_compat import is_capturing, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
@@ -40,10 +41,11 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
         conversion.refresh(asked=True)
         for exchange in conversion.exchanges.values():
             shard = exchange.table.shards[0]
-            if is_capturing(shard.scales.amax):
+            if is_capturing(shard.scales.amax) and current_capture() is None:
                 raise Float8ConfigError(
                     f"{shard.fqn}: precompute_scales(model) is called while a CUDA graph of its sharded weight is "
-                    "captured; capture forward and backward alone, and call it after each optimizer step"
+                    "captured; capture forward and backward alone, and call it after each optimizer step, or have "
+                    "f8sub.graph_step capture the whole step"
                 )
         for guest in conversion.guests:
             guest.precompute()
@@ -69,6 +71,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             guest.before_step(optimizer, weights)
     if not _has_closure(args, kwargs):
         _mark_stale(stepped)
+    if (capture := current_capture()) is not None:
+        capture.after_replay(lambda: _mark_stale(stepped))
+        capture.if_it_fails(lambda: _mark_stale(stepped))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

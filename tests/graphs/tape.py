@@ -1,0 +1,141 @@
+"""An imitation of CUDA graphs on a CPU: operators are recorded with their tensors, and replays run them again.
+
+As of a GPU's graph no Python of the step runs in a replay, numbers of the host are constants, tensors are read and
+written where they lay, and nothing of a captured step has happened before its first replay. The host may read no value.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from f8sub import capture
+from f8sub.graphs import graph_step
+from f8sub.kernels import quantize, reference
+from f8sub.torch_compat import no_dispatch_modes
+from f8sub.weights import amax_table
+from f8sub.weights.master_weight import MasterWeight
+
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item"}
+
+
+class Recording(TorchDispatchMode):
+    """Runs operators, keeps them with their arguments and results, and what they wrote over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: set[int] = set()
+        self._written: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.name() in READS:
+            raise RuntimeError("operation not permitted when stream is capturing: the host reads a value")
+        kinds = {kind for kind in types if kind not in (torch.Tensor, torch.nn.Parameter)}
+        if any(not issubclass(kind, MasterWeight) for kind in kinds):
+            return NotImplemented  # consists of other operators
+        plain = pytree.tree_map_only(MasterWeight, lambda tensor: tensor.plain, (args, kwargs))
+        self._save(func, *plain)
+        if kinds:
+            found = MasterWeight.__torch_dispatch__(func, types, args, kwargs)
+        else:
+            found = func(*args, **kwargs)
+        results = pytree.tree_map_only(MasterWeight, lambda tensor: tensor.plain, found)
+        self._made |= set(map(_memory, _tensors(results))) - set(map(_memory, _tensors(plain)))
+        self.calls.append((func, *plain, results))
+        return found
+
+    def _save(self, func: Any, args: Any, kwargs: Any) -> None:
+        collective = func.name().startswith("c10d::")
+        for position, argument in enumerate(func._schema.arguments):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes or (collective and position == 0):
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in _tensors(value):
+                    self._written[id(tensor)] = tensor
+                    memory = _memory(tensor)
+                    if memory not in self._made and memory not in self._before:
+                        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                        self._before[memory] = whole, whole.clone()
+
+    def undo(self) -> None:
+        """Have memory from before as it was."""
+        for whole, before in self._before.values():
+            whole.copy_(before)
+
+    def replay(self) -> None:
+        """Run the operators again, on what their tensors hold now; their versions stay, as those on a GPU do."""
+        unseen = torch.autograd._unsafe_preserve_version_counter(tuple(self._written.values()))
+        with torch.no_grad(), unseen:
+            for func, args, kwargs, results in self.calls:
+                found = func(*args, **kwargs)
+                if func.namespace == "_c10d_functional":
+                    pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, found)
+                for old, new in zip(_tensors(results), _tensors(found), strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+                for work in pytree.tree_leaves(found):
+                    if hasattr(work, "wait"):
+                        work.wait()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Those that have memory: wrappers hold others, which operators inside of them made."""
+    leaves = pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Tape:
+    """Takes the place of ``recorded.Recorded``."""
+
+    failing: BaseException | None = None
+
+    def __init__(self, stream: Any, pool: Any) -> None:
+        self._recording = Recording()
+
+    def capture(self, run: Callable[[], Any]) -> Any:
+        try:
+            with self._recording:
+                return run()
+        finally:
+            self._recording.undo()
+
+    def replay(self) -> None:
+        self._recording.replay()
+
+
+def _unrecorded(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Gloo copies results from memory of its own while one waits."""
+
+    def call(work: Any, *timeout: Any) -> Any:
+        with no_dispatch_modes():
+            return wait(work, *timeout)
+
+    return call
+
+
+def imitate(patch: pytest.MonkeyPatch) -> None:
+    """Have ``graph_step`` capture and replay on a CPU, until the patch is undone."""
+    patch.setattr(graph_step, "Recorded", Tape)
+    patch.setattr(graph_step, "records", lambda device: True)
+    patch.setattr(quantize, "quantize_on_cpu", reference.quantize)  # the former reads amaxes on the host
+    patch.setattr(amax_table, "no_torch_dispatch", contextlib.nullcontext)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("f8sub.") and hasattr(module, "is_capturing"):
+            patch.setattr(module, "is_capturing", lambda tensor: capture.current_capture() is not None)
+    patch.setattr(dist.Work, "wait", _unrecorded(dist.Work.wait))
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    for name in ("alloc_storage", "free_storage") if fsdp is not None else ():
+        patch.setattr(fsdp, name, lambda tensor: None)

@@ -18,7 +18,9 @@ def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch
         return values.to(device)
     if torch.cuda.is_current_stream_capturing():
         # Replays would read host memory that others use by then.
-        raise RuntimeError("a CUDA graph is captured with values that no launched step has sent to the device")
+        raise RuntimeError(
+            "a CUDA graph is captured with values that no launched step has sent to the device"
+        )
     return values.pin_memory().to(device, non_blocking=True)
 
 

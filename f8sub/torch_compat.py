@@ -615,7 +615,12 @@ def _groups_of(state: Any, need: Need) -> list[Any]:
 
 _OF_A_PASS = (
     *("_all_gather_result", "_all_reduce_state", "_partial_reduce_output", "_post_reduce_event"),
-    *("_reshard_after_forward_event", "all_gather_state", "active_gradient_reduction", "reduce_scatter_state"),
+    *(
+        "_reshard_after_forward_event",
+        "all_gather_state",
+        "active_gradient_reduction",
+        "reduce_scatter_state",
+    ),
 )
 """Attributes of a group and of what the groups share (2.11 to 2.15) that are None outside of a pass."""
 

@@ -238,7 +238,9 @@ class DelayedHistories(Guest):
             if not exchange.gathers and exchange.regions_due:
                 if current_capture() is not None:
                     exchange.capture_reduction()
-                elif exchange.all_arrive(exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)):
+                elif exchange.all_arrive(
+                    exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)
+                ):
                     exchange.reduce(tell=False)
                 exchange.settle()
         alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
@@ -300,13 +302,15 @@ class DelayedHistories(Guest):
         for state in states:
             state.mark_rolled()
 
+    def before_last_launched(self) -> None:
+        """Learn now whether all scales are made: code is compiled anew for that, which no graph can hold."""
+        learn_scales([state for _, state in self.held()])
+
     def before_capture(self) -> None:
         """Read what is on its way to the host, and have the gates of regions there."""
         self._tell_staged()
-        states = [state for _, state in self.held()]
-        for state in states:
+        for _, state in self.held():
             state.notice_writes()
-        learn_scales(states)
         for exchange in self._conversion.exchanges.values():
             region = exchange.table.regions.get(self)
             if isinstance(region, _ShardedHistories):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from f8sub.capture import current_capture
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.monitored_gradients import GradientRows, rows_of
@@ -115,6 +116,11 @@ class Monitor:
         """All rows so far, in the order of the steps."""
 
     def __enter__(self) -> "Monitor":
+        if current_capture() is not None:
+            raise Float8ConfigError(
+                "a Monitor is entered in the function that graph_step captures, which replays do not call; enter it "
+                "around the call of the step"
+            )
         self._begin()
         return self
 
@@ -136,9 +142,18 @@ class Monitor:
             self._end(failed=False)  # of a step with a closure, in which the model runs
             self._begin()
 
+        def replayed() -> None:
+            self._end(failed=False)
+            self._begin()
+
+        def captured(*_: Any) -> None:
+            if (capture := current_capture()) is not None:
+                capture.after_replay(replayed)
+
         if not self._in_step:
             self._begin()
         handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        handles.append(optimizer.register_step_post_hook(captured))
 
         def detach() -> None:
             for handle in handles:

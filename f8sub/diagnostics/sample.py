@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from f8sub.capture import launching
 from f8sub.diagnostics.statistics import (
     MAXIMA,
     WIDTH,
@@ -94,6 +95,7 @@ class Sample:
         for probe in probes:
             self._exits.callback(probe.begin(self))
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
+        self._exits.enter_context(launching("a Monitor samples it"))
         self._called = False
         self._calls: dict[str, Call] = {}
         self._seen: set[str] = set()  # backward meets the last of several forwards first

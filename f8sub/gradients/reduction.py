@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError
 from f8sub.gradients.fsdp import factor_of
 from f8sub.gradients.layout import (
@@ -132,6 +133,16 @@ class Float8ReduceScatter:
         like = torch.empty(*size, dtype=dtype, device="meta")
         return GradientBuffer.of(self, self._input, like, torch.device(device))
 
+    @property
+    def _measures(self) -> bool:
+        return self._measure_every > 0 and (self._calls % self._measure_every == 0 or self.measure_next)
+
+    def _count(self) -> None:
+        self._calls += 1
+
+    def _why_launched(self) -> str | None:
+        return "the reduction of gradients is measured" if self._measures else None
+
     def pack(self, gradients: Sequence[torch.Tensor], ranks: int) -> Packed:
         """What this rank sends."""
         layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in gradients), codes=self._hops is None)
@@ -144,12 +155,15 @@ class Float8ReduceScatter:
         exact = None
         # A replay is not counted, and what one measured would be told once.
         if is_capturing(wire):
+            if (capture := current_capture()) is not None:
+                capture.launch_if(self._why_launched)
+                capture.after_replay(self._count)
             return Packed(layout, wire, None)
-        if self._measure_every and (self._calls % self._measure_every == 0 or self.measure_next):
+        if self._measures:
             self.measure_next = False
             exact = torch.empty(ranks * layout.numel, dtype=torch.float32, device=wire.device)
             chunk_cat(gradients, ranks, exact.view(ranks, -1))
-        self._calls += 1
+        self._count()
         return Packed(layout, wire, exact)
 
     def __call__(

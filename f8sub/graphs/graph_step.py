@@ -11,7 +11,7 @@ import torch
 
 from f8sub.capture import Capture, entered, why_launched
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
-from f8sub.graphs.dependencies import Dependencies
+from f8sub.graphs.dependencies import Dependencies, innermost
 from f8sub.graphs.optimizers import Rates, why_not_captured
 from f8sub.graphs.recorded import Recorded, records
 from f8sub.graphs.waits import noticed_waits
@@ -101,7 +101,9 @@ class _Graph:
         with entered(self.host):
             self._found = self._recorded.capture(lambda: step.run(args, kwargs))
         # Without an optimizer in the graph each replay writes gradients to the same memory.
-        self._gradients = [(p, p.grad) for part in step.parts for p in part.parameters() if p.grad is not None]
+        self._gradients = [
+            (p, p.grad) for part in step.parts for p in part.parameters() if p.grad is not None
+        ]
 
     def take(self, leaves: Sequence[Any]) -> None:
         """Copy a batch to where the graph reads it."""
@@ -209,6 +211,9 @@ class GraphedStep:
         with self._looking_at("function"):
             found = self._function(*args, **kwargs)
         if self.captured_optimizer is not None and self._rates is not None:
+            if not innermost(self.captured_optimizer).state and self.stream is not None:
+                # States that lie among freed activations would keep that memory from the graph.
+                torch.cuda.empty_cache()
             with self._looking_at("optimizer"), self._rates.on_device():
                 self.captured_optimizer.step()
             self._drop_gradients()
@@ -259,6 +264,8 @@ class GraphedStep:
         self._launched[key] += 1
         is_last = self._given_up is None and self._launched[key] == self._launched_before(key)
         self._looks = {} if is_last else None
+        for guest in (guest for conversion in self.conversions if is_last for guest in conversion.guests):
+            guest.before_last_launched()
         with _beside(self.stream):
             found = self.run(args, kwargs)
         self._step_launched()
@@ -302,7 +309,6 @@ class GraphedStep:
             for part in self.parts:
                 forget_pass(part)
             self._drop_gradients()
-            import traceback; traceback.print_exc()
             reason = f"{type(error).__name__}: {_first_line(error)}"
             if self._place != "optimizer":
                 self._give_up(reason)

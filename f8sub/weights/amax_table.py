@@ -68,9 +68,7 @@ class AmaxTable:
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:
-                where = constant(
-                    self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole]
-                )
+                where = constant(self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole])
             self.amax[where] = torch.stack(amaxes).float()
         for shard in self._apart:
             shard.write_amax()

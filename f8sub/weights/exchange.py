@@ -178,7 +178,9 @@ class Exchange:
     def capture_reduction(self) -> None:
         """Have a graph reduce in each replay; ``before_capture`` was called."""
         if (capture := current_capture()) is None:
-            raise RuntimeError("a reduction is captured, and nobody is there to repeat what it tells the host")
+            raise RuntimeError(
+                "a reduction is captured, and nobody is there to repeat what it tells the host"
+            )
         before = self._changes_covered, self.generation
         self._captured = True
         capture.if_it_fails(lambda: self._not_captured(*before))

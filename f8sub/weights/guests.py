@@ -82,6 +82,9 @@ class Guest:
     def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
         """Another rank stepped these weights, or is late; this one did not, and reduces all regions with it."""
 
+    def before_last_launched(self) -> None:
+        """``graph_step`` is about to launch the last step before it captures one."""
+
     def before_capture(self) -> None:
         """``graph_step`` is about to capture a step; may raise Float8NumericsError."""
 

@@ -1,6 +1,5 @@
-"""graph_step on a CPU, by an imitation of graphs: captured steps are those that are launched. tests/cuda has real ones."""
+"""graph_step on a CPU, by an imitation of graphs: replays are launched steps. tests/cuda has real graphs."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +76,9 @@ def test_losses_and_weights_are_those_of_launched_steps(monkeypatch, recipe):
     assert (step.how, step.why_launched) == ("replayed", None)
 
 
-def sharded(rank: int, world: int, recipe: str | None, gradients: bool) -> tuple[list[float], list[float], list[str]]:
+def sharded(
+    rank: int, world: int, recipe: str | None, gradients: bool
+) -> tuple[list[float], list[float], list[str]]:
     def train(imitated: bool) -> tuple[list[float], list[str]]:
         with pytest.MonkeyPatch.context() as patch:
             model = shard(transformer(recipe, spread=2.0), BF16)

@@ -15,8 +15,7 @@ from f8sub.errors import Float8ConfigError, shown
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
-from f8sub.torch_compat import is_dtensor
-from f8sub.weights.weight import Weight
+from f8sub.weights.weight import is_of_tensors
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -173,7 +172,7 @@ def why_not_weight(weight: torch.Tensor, name: str = "its weight") -> str | None
     if weight.dtype not in HIGH_PRECISION:
         return f"{name} is {weight.dtype}"
     kind = type(weight)
-    if hasattr(kind, "__tensor_flatten__") and not isinstance(weight, Weight) and not is_dtensor(weight):
+    if is_of_tensors(weight):
         return (
             f"{name} is a {kind.__module__}.{kind.__name__}, a tensor of other tensors, such as one that was quantized "
             "for inference; convert the model with its weights in high precision"

@@ -22,6 +22,7 @@ from f8sub.convert.other_weights import (
 from f8sub.diagnostics.read_in_code import read_in_code
 from f8sub.estimator.counted_forward import Count
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.weights.conversion import Conversion
 
 NOT_SEEN = "convert_to_float8 has not seen it"
 
@@ -280,7 +281,8 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         )
         by_weights = sum((*count.own.values(), *count.elsewhere.values()))
         known["of_activations"] = count.of_activations / max(by_weights, 1)
-    rows = tuple(_of_layer(model, fqn, layer, count) for fqn, layer in layers.items())
+    replaced = Conversion.replaced(model)
+    rows = tuple(_of_layer(model, fqn, layer, count, replaced.get(fqn)) for fqn, layer in layers.items())
     if count is None or count.device in ("cpu", "meta"):  # on a GPU the count saw what kernels read there
         known["read_in_code"] = tuple(read_in_code(model, {row.fqn for row in rows if row.read_by}))
     return ConversionReport(
@@ -293,9 +295,12 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
     )
 
 
-def _of_layer(model: torch.nn.Module, fqn: str, layer: torch.nn.Linear, count: Count | None) -> LayerReport:
+def _of_layer(
+    model: torch.nn.Module, fqn: str, layer: torch.nn.Linear, count: Count | None, replaced_by: str | None
+) -> LayerReport:
     converted = isinstance(layer, Float8Linear)
-    detail = layer.how if isinstance(layer, Float8Linear) else getattr(layer, SKIP_REASON, NOT_SEEN)
+    unseen = NOT_SEEN if replaced_by is None else f"it was converted, and replaced since by {replaced_by}"
+    detail = layer.how if isinstance(layer, Float8Linear) else getattr(layer, SKIP_REASON, unseen)
     sizes = layer.in_features, layer.out_features
     if count is None:
         assumed = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)

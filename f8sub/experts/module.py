@@ -21,7 +21,7 @@ from f8sub.linear.forwards import sources_of
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.guests import LayerGuest
 from f8sub.weights.master_weight import MasterWeight, reassigned
-from f8sub.weights.weight import casting, check_not_raw, exported, local_tensor
+from f8sub.weights.weight import casting, check_assigned, check_not_raw, exported, local_tensor
 
 
 class Float8Experts(torch.nn.Module):
@@ -133,6 +133,12 @@ class Float8Experts(torch.nn.Module):
     def _held(self) -> list[str]:
         """The weights that are parameters: neither parametrized nor pruned."""
         return [name for name in self.weights if self._parameters.get(name) is not None]
+
+    @override
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name in self.weights:
+            check_assigned(self.fqn, name, param)
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

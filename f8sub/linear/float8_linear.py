@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from f8sub.delayed.layers import sources_of
 from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
@@ -32,7 +33,7 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, is_dtensor
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, reassigned
-from f8sub.weights.weight import WeightRecord, casting, check_not_raw, exported, local_tensor
+from f8sub.weights.weight import WeightRecord, casting, check_assigned, check_not_raw, exported, local_tensor
 
 
 class Float8Linear(torch.nn.Linear):
@@ -135,6 +136,12 @@ class Float8Linear(torch.nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars and "weight" in self._parameters:  # else parametrized, or pruned
             destination[f"{prefix}weight"] = exported(self.weight)
+
+    @override
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name == "weight":
+            check_assigned(self.fqn, name, param)
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

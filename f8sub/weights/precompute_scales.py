@@ -66,6 +66,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     stepped = _stepped_by(optimizer, Weight)
     if not torch.compiler.is_compiling():
         _warn_of_early(optimizer, stepped)
+        if optimizer not in _begun:
+            _begun.add(optimizer)
+            _warn_of_gone(stepped)
     for conversion, weights in stepped.items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
@@ -139,6 +142,40 @@ def _warn_of_early(
             return
 
 
+_begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that stepped converted weights."""
+
+
+def _warn_of_gone(stepped: Mapping[Conversion | None, Sequence[torch.Tensor]]) -> None:
+    """Warn where others train weights of converted modules that are gone; ``precompute_scales`` may never be called."""
+    gone = [
+        record.fqn
+        for conversion, weights in stepped.items()
+        for weight in weights
+        if weight.grad is not None
+        and (record := local_tensor(weight).record) is not None  # type: ignore[attr-defined]
+        and record.module is None
+        and not _is_tied(conversion, weight)
+    ]
+    if gone:
+        warnings.warn(
+            _replaced(gone, "layers of others, which train their weights"), Float8Warning, stacklevel=5
+        )
+
+
+def _is_tied(conversion: Conversion | None, weight: torch.Tensor) -> bool:
+    """Whether a converted module that is there has the weight, one of those that shared it."""
+    return conversion is not None and any(record.parameter is weight for record in conversion.records)
+
+
+def _replaced(fqns: Iterable[str], by: str) -> str:
+    return (
+        f"{', '.join(fqns)}: converted to float8 by f8sub, and replaced since by {by}, so f8sub does nothing there any "
+        "more. Convert a model by one library: leave out the other conversion, such as "
+        "Accelerator(mixed_precision=\"fp8\") or torchao's convert_to_float8_training, or f8sub's"
+    )
+
+
 def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
     for conversion, weights in stepped.items():
         masters = [local for weight in weights if isinstance(local := local_tensor(weight), MasterWeight)]
@@ -193,14 +230,8 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
 def _warn_of_replaced(part: torch.nn.Module) -> None:
     replaced = Conversion.replaced(part)
     if replaced:
-        warnings.warn(
-            f"{', '.join(replaced)}: converted to float8 by f8sub, and replaced since by "
-            f"{', '.join(sorted(set(replaced.values())))}, so f8sub does nothing there any more. Convert a model "
-            'by one library: leave out the other conversion, such as Accelerator(mixed_precision="fp8") or torchao\'s '
-            "convert_to_float8_training, or f8sub's",
-            Float8Warning,
-            stacklevel=4,
-        )
+        by = ", ".join(sorted(set(replaced.values())))
+        warnings.warn(_replaced(replaced, by), Float8Warning, stacklevel=4)
 
 
 def register_precompute_hook(

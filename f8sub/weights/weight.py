@@ -281,12 +281,42 @@ def exported(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_raw(tensor: object) -> bool:
-    """Whether a tensor is float8 codes without their scales: a Float8Tensor has the dtype that it stands for."""
-    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize == 1
+    """Whether a tensor is codes of one byte without their scales: a Float8Tensor has the dtype that it stands for."""
+    return isinstance(tensor, torch.Tensor) and tensor.itemsize == 1
+
+
+def is_of_tensors(weight: torch.Tensor) -> bool:
+    """Whether a weight is a tensor of other tensors, as other libraries' quantized weights are."""
+    return (
+        hasattr(type(weight), "__tensor_flatten__")
+        and not isinstance(weight, Weight)
+        and not is_dtensor(weight)
+    )
+
+
+def check_assigned(fqn: str, name: str, weight: object) -> None:
+    """Check that what is assigned in a converted weight's place holds values.
+
+    Raises:
+        Float8ConfigError: it is codes without their scales, or another library quantized it.
+    """
+    kind = type(weight)
+    # torch's own stand for values, such as those of a collective that has not ended.
+    ours = isinstance(weight, Float8Tensor) or kind.__module__.startswith("torch.")
+    if _is_raw(weight):
+        what = f"of {weight.dtype}"  # type: ignore[attr-defined]
+    elif isinstance(weight, torch.Tensor) and is_of_tensors(weight) and not ours:
+        what = f"a {kind.__module__}.{kind.__name__}, which another library quantized"
+    else:
+        return
+    raise Float8ConfigError(
+        f"{fqn}.{name}: what is assigned to it is {what}, and a converted module casts values in high precision itself; "
+        "call f8sub.convert_from_float8(model) before another library quantizes it"
+    )
 
 
 def check_not_raw(fqn: str, values: Mapping[str, object]) -> None:
-    """Check that no value of a state dict is float8 codes, which torch would take as numbers.
+    """Check that no value of a state dict is codes, of float8 or of integers, which torch would take as numbers.
 
     Args:
         fqn: of the module that would take them.

@@ -81,6 +81,40 @@ def replace(model: nn.Module, *names: str) -> None:
         setattr(model.get_submodule(parent), last, theirs)
 
 
+class OfValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 32, 32))
+
+    forward = Experts.forward
+
+
+f8sub.register_experts(OfValues)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [quantized, lambda *shape: nn.Parameter(torch.ones(shape).to(torch.float8_e4m3fn), requires_grad=False)],
+    ids=["quantized", "codes"],
+)
+def test_a_quantized_weight_in_the_place_of_a_converted_one_is_refused(given):
+    model = nn.Sequential(nn.Linear(32, 32), OfValues())
+    f8sub.convert_to_float8(model, "rowwise", experts=True, skip_defaults=False)
+    before = dict(model.named_parameters())
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"^0\.weight: .* f8sub\.convert_from_float8\(model\) before"
+    ):
+        model[0].weight = given(32, 32)
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"^1\.up: .* f8sub\.convert_from_float8\(model\) before"
+    ):
+        model[1].up = given(4, 32, 32)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    model[0].weight = nn.Parameter(torch.ones(32, 32))  # values
+    f8sub.convert_from_float8(model)
+    model[0].weight, model[1].up = given(32, 32), given(4, 32, 32)
+
+
 def converted(**options: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
     return f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, **options)
@@ -109,6 +143,45 @@ def test_replaced_layers_are_told_once(called_before):
     assert message.startswith("0, 1.0, 2: converted")
 
 
+def told_by_a_step(model: nn.Module) -> list[str]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            model(gaussian((4, 32), generator(seed))).square().mean().backward()
+            optimizer.step()
+    return [str(each.message) for each in caught if issubclass(each.category, f8sub.Float8Warning)]
+
+
+def test_replaced_layers_are_told_by_a_step():
+    """Where weights are not sharded nothing else of f8sub need ever be called."""
+    model = converted()
+    replace(model, "0", "1.0", "2")
+    (message,) = told_by_a_step(model)
+    assert message.startswith(
+        "0, 1.0, 2: converted to float8 by f8sub, and replaced since by layers of others"
+    )
+    model = converted()
+    assert told_by_a_step(model) == []
+    replace(model, "1.0")
+    (message,) = told_by_a_step(model)  # of another optimizer
+    assert message.startswith("1.0: converted")
+
+
+def test_the_report_says_that_a_layer_was_replaced():
+    model = converted()
+    replace(model, "0")
+    report = f8sub.conversion_report(model)
+    (detail,) = [layer.detail for layer in report.layers if not layer.converted]
+    assert detail == f"it was converted, and replaced since by {Theirs.__module__}.Theirs"
+
+
+def tied(model: nn.Module) -> nn.Module:
+    model[2].weight = model[0].weight
+    del model[0]
+    return model
+
+
 def wrapped(model: nn.Module) -> nn.Module:
     model[0] = nn.Sequential(model[0])
     return model
@@ -135,3 +208,8 @@ def test_no_other_change_of_a_model_is(change):
     model = converted()
     assert told(model) == []
     assert told(change(model)) == []
+
+
+@pytest.mark.parametrize("change", [wrapped, shorter, tied, back_in_part, without_weights, copy.deepcopy])
+def test_no_other_change_of_a_model_is_by_a_step(change):
+    assert told_by_a_step(change(converted())) == []

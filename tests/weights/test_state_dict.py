@@ -174,11 +174,12 @@ def test_codes_without_scales_are_refused(kind, assign, dtype):
     else:
         model, name = made(primary=kind == "primary"), "0.weight"
     before = values_of(model)
-    codes = torch.full_like(before[name], 1.1).to(dtype)
-    with pytest.raises(
-        f8sub.Float8ConfigError, match=rf"^{name}: the state dict has {dtype} .* f8sub\.load_float8"
-    ):
-        model.load_state_dict({name: codes}, strict=False, assign=assign)
+    for each in (dtype, torch.int8, torch.uint8):  # as other quantizers store them
+        codes = torch.full_like(before[name], 1.1).to(each)
+        with pytest.raises(
+            f8sub.Float8ConfigError, match=rf"^{name}: the state dict has {each} .* f8sub\.load_float8"
+        ):
+            model.load_state_dict({name: codes}, strict=False, assign=assign)
     owner, _, leaf = name.rpartition(".")
     with pytest.raises(
         f8sub.Float8ConfigError, match=rf"^{owner}: its parameters .* {dtype}, .* f8sub\.load_float8"

@@ -550,6 +550,26 @@ def fsdp_params() -> Iterator[tuple[Any, Any]]:
                     yield group, param
 
 
+def keep_padded_shards(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Have FSDP2 keep the memory of uneven shards, and so the state dicts from before the first forward.
+
+    That pads them again, into other memory, unless FSDP2 has the padded shard as a plain tensor; it looks at the class
+    alone.
+
+    Returns:
+        Those of ``modules`` that FSDP2 shards weights of.
+    """
+    found, asked = set(), set(modules)
+    with contextlib.suppress(Float8ConfigError):  # told where weights are gathered
+        for _, param in fsdp_params():
+            if (owner := module_of(param)) in asked:
+                found.add(owner)
+                padded = getattr(param, "_sharded_param_data", None)
+                if getattr(padded, "master", None) is padded and padded is not None:  # no codes
+                    param._sharded_param_data = padded.plain
+    return found
+
+
 def after_reductions(
     of: Mapping[tuple[torch.nn.Module, str], Callable[[], None]],
 ) -> None:

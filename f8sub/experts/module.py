@@ -124,6 +124,7 @@ class Float8Experts(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.converted.settle()
+        self.converted.keep_memory(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             for name in self._held:

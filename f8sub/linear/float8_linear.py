@@ -133,6 +133,7 @@ class Float8Linear(torch.nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.converted.settle()
+        self.converted.keep_memory(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars and "weight" in self._parameters:  # else parametrized, or pruned
             destination[f"{prefix}weight"] = exported(self.weight)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
-from f8sub.torch_compat import is_dtensor, param_dtypes
+from f8sub.torch_compat import is_dtensor, keep_padded_shards, param_dtypes
 from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.guests import Guest, LayerGuest
@@ -62,6 +62,7 @@ class Conversion:
         self._classes = tuple(guests), tuple(layer_guests)
         self._records: Records = weakref.WeakKeyDictionary()
         self._listed: tuple[int, Sequence[WeightRecord]] = 0, []
+        self._kept: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.unsharded: list[WeightRecord] = []
         self.changes = 0
         self.exchanges: dict[Ranks, Exchange] = {}
@@ -194,9 +195,15 @@ class Conversion:
         for guest in self.guests:
             guest.before_state_dict()
 
+    def keep_memory(self, module: torch.nn.Module) -> None:
+        """Have the memory of a sharded module's weights kept, which a state dict is about to hold."""
+        if module not in self._kept and any(map(is_dtensor, module._parameters.values())):
+            self._kept.update({module, *keep_padded_shards(self._records)})
+
     def loaded(self) -> None:
         """Enter that a state dict was loaded into one of the modules."""
         self.changes += 1
+        self._kept.clear()
         for guest in self.guests:
             guest.loaded()
 

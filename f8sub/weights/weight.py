@@ -310,8 +310,8 @@ def check_assigned(fqn: str, name: str, weight: object) -> None:
     else:
         return
     raise Float8ConfigError(
-        f"{fqn}.{name}: what is assigned to it is {what}, and a converted module casts values in high precision itself; "
-        "call f8sub.convert_from_float8(model) before another library quantizes it"
+        f"{fqn}.{name}: what is assigned to it is {what}, and a converted module casts values in high precision "
+        "itself; call f8sub.convert_from_float8(model) before another library quantizes it"
     )
 
 

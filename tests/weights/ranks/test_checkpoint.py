@@ -157,6 +157,47 @@ def test_a_bf16_checkpoint_into_a_float8_model_and_back(recipe, master):
     assert state.keys() == checkpoint.keys()
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(gaussian((4, 64, 64), generator(1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_linear(x, self.up, torch.tensor([2, 4, 6, 8]))
+
+
+f8sub.register_experts(Experts)
+
+
+def differing(held: dict[str, DTensor], now: dict[str, DTensor]) -> list[str]:
+    """The names of the weights of which this rank has other values in two state dicts."""
+    return [name for name in now if not torch.equal(held[name].to_local(), now[name].to_local())]
+
+
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_state_dict_from_before_training_follows_uneven_shards(rank, world, gathered):
+    """FSDP2's first forward pads them again, into other memory, where it finds no plain tensors."""
+    model = nn.Sequential(nn.Linear(64, 64), Experts())
+    f8sub.convert_to_float8(model, "rowwise", experts=True, skip_defaults=False, float8_all_gather=gathered)
+    fully_shard(model)
+    held, x = model.state_dict(), gaussian((8, 64), generator(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).square().mean().backward()
+    optimizer.step()
+    f8sub.precompute_scales(model)
+    assert differing(held, model.state_dict()) == []
+    before = model(x)
+    model.reshard()
+    with torch.no_grad():
+        for value in held.values():  # as dcp.load writes
+            value.to_local().mul_(2)
+    f8sub.precompute_scales(model)
+    assert not torch.allclose(model(x), before)
+    model.reshard()
+    assert differing(held, model.state_dict()) == []
+
+
 @pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("primary", [False, True], ids=["high-precision", "primary"])
 def test_copies_of_what_a_sharded_model_holds_are_plain(rank, world, primary):

@@ -29,7 +29,9 @@ class Capture:
     """
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
-        self._pinned = torch.empty(size + _SPARE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._pinned = torch.empty(
+            size + _SPARE, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._used = 0
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from f8sub.torch_compat import no_dispatch_modes
+from f8sub.torch_compat import dispatch_stack_size, no_dispatch_modes
 
 
 def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -26,12 +26,14 @@ def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch
 
 def constant(device: torch.device, values: Sequence[bool] | Sequence[int]) -> torch.Tensor:
     """``sent_to``, once: the same tensor for the same values, so nobody may write to it."""
+    if dispatch_stack_size():  # under FakeTensorMode it is fake
+        return sent_to(device, values)
     return _constant(device, tuple(values), all(isinstance(value, bool) for value in values))
 
 
 @functools.lru_cache(maxsize=256)
 def _constant(device: torch.device, values: tuple[int, ...], is_bool: bool) -> torch.Tensor:
-    with torch.inference_mode(mode=False), no_dispatch_modes():
+    with torch.inference_mode(mode=False):
         return sent_to(device, values)
 
 

@@ -163,7 +163,7 @@ GATHER = Need(
         ),
     },
     {
-        "FSDPParam": "_module_info mp_policy sharded_param",
+        "FSDPParam": "_module_info _sharded_param_data mp_policy sharded_param",
         "FSDPParamGroup": "device fsdp_params mesh_info post_backward post_forward_mesh_info reduce_grads",
         "ParamModuleInfo": "module param_name shared_modules shared_param_names",
     },
@@ -195,7 +195,7 @@ REPLICAS = Need(
     {"DistributedDataParallel": "_join_config parameters_to_ignore"},
 )
 
-NEEDS = (CONVERSION, COMPILATION, TENSOR_PARALLELISM, LOADING, EXPERTS, GATHER, REDUCTION, REPLICAS)
+NEEDS = (CONVERSION, COMPILATION, TENSOR_PARALLELISM, LOADING, EXPERTS, GATHER, REDUCTION, REPLICAS, GRAPHS)
 
 
 def problems(need: Need) -> tuple[str, ...]:
@@ -664,7 +664,8 @@ def forget_pass(model: torch.nn.Module) -> None:
             group._to_sharded()
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
-                if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+                # There is none before the first all-gather.
+                if (unsharded := getattr(param, "unsharded_param", None)) is not None:
                     unsharded.grad = None
         state._training_state = idle
         state._modules_to_run_forward.clear()

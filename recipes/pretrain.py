@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from f8sub_pretrain.documents import DataError
 from f8sub_pretrain.metrics import Metrics, peak_memory_gib
 from f8sub_pretrain.model import build_model
 from f8sub_pretrain.settings import Settings, SettingsError, as_dict, parse
-from f8sub_pretrain.traffic import count_traffic
+from f8sub_pretrain.traffic import Traffic, count_traffic
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -133,6 +133,8 @@ class Trainer:
         self.running: Running | None = None
         self.stopping = False
         self.monitor: f8sub.Monitor | None = None
+        self.graph = self.graphed_step()
+        self.replayed = Traffic()
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.metrics.say(
             f"{title}: {settings.model.size}, {parameters:,} parameters, {self.world_size} ranks on "
@@ -147,7 +149,7 @@ class Trainer:
         """
         settings = self.settings
         self.resume()
-        if settings.float8_recipe:
+        if settings.float8_recipe and self.graph is None:
             f8sub.precompute_scales(self.model)
         prefer = f8sub.prefer_cudnn_attention if settings.model.attention == "auto" else nullcontext
         with prefer() as by_cudnn, self.metrics, count_traffic() as traffic:
@@ -162,9 +164,7 @@ class Trainer:
             while not self.ended:
                 before, self.running = replace(traffic), self.train_step()
                 record = self.running.record
-                record["all_gather_bytes"] = traffic.all_gather_bytes - before.all_gather_bytes
-                record["reduced_bytes"] = traffic.reduced_bytes - before.reduced_bytes
-                record["amax_all_reduces"] = traffic.amax_all_reduces - before.amax_all_reduces
+                record |= self.traffic_of_step(traffic, before)
                 last = self.step == settings.training.steps
                 evaluates = _due(self.step, settings.eval.interval, last)
                 saves = _due(self.step, settings.checkpoint.interval, last)
@@ -178,6 +178,8 @@ class Trainer:
                     self.since = Moment(self.device)
             self.read()
             self.checkpoints.wait()
+            if self.graph is not None:
+                self.graph.close()
             if self.monitor is not None:
                 self.monitor.flush()
                 self.metrics.draw_numerics()
@@ -196,30 +198,24 @@ class Trainer:
         Returns:
             What ``read`` reads; on a GPU the step is still running.
         """
-        training = self.settings.training
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self.monitor or nullcontext():
-            for micro_batch in range(training.gradient_accumulation_steps):
-                last = micro_batch == training.gradient_accumulation_steps - 1
-                self.model.set_requires_gradient_sync(last)
-                self.model.set_is_last_backward(last)
-                loss = self.loss(self.train_data) / training.gradient_accumulation_steps
-                self.scaler.scale(loss).backward()
-                loss_sum += loss.detach()
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or math.inf)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
         rate = learning_rate(self.settings, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        count = self.settings.training.gradient_accumulation_steps
+        batches = [self.batch(self.train_data) for _ in range(count)]
+        with self.monitor or nullcontext():
+            if self.graph is None:
+                loss_sum, grad_norm = self.forward_backward(batches)
+            else:
+                loss_sum, grad_norm = self.replay(self.graph, batches)
+        if self.graph is None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
         # The step before is read while this one runs, or the GPU would wait for the host to launch it. Its loss tells
         # more than the weights that it spoiled, which precompute_scales would name.
         self.read()
-        if self.settings.float8_recipe:
+        if self.settings.float8_recipe and self.graph is None:
             f8sub.precompute_scales(self.model)
         self.step += 1
 
@@ -228,6 +224,55 @@ class Trainer:
         dist.all_reduce(shared)
         numbers = torch.cat([shared, grad_norm.to(shared).view(1)]).to("cpu", non_blocking=True)
         return Running({"step": self.step, "lr": rate}, numbers, Moment(self.device))
+
+    def forward_backward(self, batches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute gradients of all micro-batches and clip them.
+
+        Returns:
+            The sum of this rank's losses, float64, and the norm of the gradients of all ranks before they are clipped.
+        """
+        training = self.settings.training
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            loss = self.loss(batch) / len(batches)
+            self.scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or math.inf)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        return loss_sum, grad_norm
+
+    def graphed_step(self) -> f8sub.GraphedStep | None:
+        """Give what replays the step, scales and optimizer among it, if the settings ask for it."""
+        asked = self.settings.compile.cuda_graph
+        if asked == "auto":
+            asked = self.device.type == "cuda" and not self.scaler.is_enabled()
+        return f8sub.graph_step(self.forward_backward, self.model, self.optimizer) if asked else None
+
+    def replay(
+        self, graph: f8sub.GraphedStep, batches: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give what ``forward_backward`` does; the optimizer has stepped then."""
+        try:
+            found: tuple[torch.Tensor, torch.Tensor] = graph(batches)
+        except f8sub.Float8NumericsError:
+            self.read()  # the loss of the step before tells more than the weights that it spoiled
+            raise
+        return found
+
+    def traffic_of_step(self, now: Traffic, before: Traffic) -> dict[str, int]:
+        """Give what the last step sent: a replay calls no collective, and sends what the captured step did."""
+        if self.graph is None or self.graph.how != "replayed":
+            self.replayed = Traffic(
+                now.all_gather_bytes - before.all_gather_bytes,
+                now.reduced_bytes - before.reduced_bytes,
+                now.amax_all_reduces - before.amax_all_reduces,
+            )
+        return asdict(self.replayed)
 
     def read(self) -> None:
         """Wait for the step that is running, if one is, write and show its metrics, and note who was asked to stop.
@@ -253,12 +298,15 @@ class Trainer:
         self.metrics.show(record)
         self.stopping |= requests > 0
 
-    def loss(self, data: PackedSequences) -> torch.Tensor:
-        """Give the mean loss of this rank's next sequences; in training a mixture's balance of experts is a part."""
+    def batch(self, data: PackedSequences) -> torch.Tensor:
+        """Give this rank's next sequences, on the device."""
         batch = data.next_batch(self.settings.training.local_batch_size)
         if self.device.type == "cuda":
             batch = batch.pin_memory()  # the host waits for a copy from other memory
-        batch = batch.to(self.device, non_blocking=True)
+        return batch.to(self.device, non_blocking=True)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        """Give the mean loss of sequences; in training a mixture's balance of experts is a part."""
         out = self.model(input_ids=batch[:, :-1], use_cache=False)
         loss = F.cross_entropy(out.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         balance = getattr(out, "aux_loss", None)
@@ -273,7 +321,7 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _ in range(self.settings.eval.batches):
-            total += self.loss(data)
+            total += self.loss(self.batch(data))
         self.model.train()
         self.model.reshard()  # backward, which would do it, does not follow
         dist.all_reduce(total)

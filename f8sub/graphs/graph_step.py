@@ -95,14 +95,14 @@ class _Graph:
     def capture(self, step: "GraphedStep", structure: Any) -> None:
         """Capture a step; nothing of it runs."""
         args, kwargs = tree_unflatten(self.given, structure)
-        self.dependencies = Dependencies(step.parts, step.conversions, step.captured_optimizer)
-        self.host = Capture(step.device, 2 * sum(map(_table_bytes, step.conversions)))
-        self._recorded = Recorded(step.stream, step.pool)
+        self.dependencies = Dependencies(step._parts, step._conversions, step._captured_optimizer)
+        self.host = Capture(step._device, 2 * sum(map(_table_bytes, step._conversions)))
+        self._recorded = Recorded(step._stream, step._pool)
         with entered(self.host):
-            self._found = self._recorded.capture(lambda: step.run(args, kwargs))
+            self._found = self._recorded.capture(lambda: step._run(args, kwargs))
         # Without an optimizer in the graph each replay writes gradients to the same memory.
         self._gradients = [
-            (p, p.grad) for part in step.parts for p in part.parameters() if p.grad is not None
+            (p, p.grad) for part in step._parts for p in part.parameters() if p.grad is not None
         ]
 
     def take(self, leaves: Sequence[Any]) -> None:
@@ -142,20 +142,20 @@ class GraphedStep:
         self.how: Literal["launched", "captured", "replayed"] = "launched"
         self.why_launched: str | None = None
         self.why_optimizer_launched = None if optimizer is None else why_not_captured(optimizer)
-        self.parts, self._function, self._optimizer = parts, function, optimizer
+        self._parts, self._function, self._optimizer = parts, function, optimizer
         self._captures_others = captures_others
         modules = [module for part in parts for module in part.modules()]
         self._sharded: list[Any] = [module for module in modules if is_fsdp_module(module)]
         is_replica = any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in modules)
         self._warmup = max(warmup, _DDP_WARMUP) if is_replica else warmup
-        self.device = _device_of(parts)
-        self.conversions: list[Conversion] = []
-        self.stream: Any = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.pool: Any = None
-        self._rates = None if optimizer is None else Rates(optimizer, self.device)
+        self._device = _device_of(parts)
+        self._conversions: list[Conversion] = []
+        self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._pool: Any = None
+        self._rates = None if optimizer is None else Rates(optimizer, self._device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._launched: Counter[Hashable] = Counter()
-        self._given_up = None if records(self.device) else f"there are no graphs on the {self.device.type}"
+        self._given_up = None if records(self._device) else f"there are no graphs on the {self._device.type}"
         self._place: Literal["function", "optimizer"] | None = None
         self._looks: dict[str, list[str]] | None = None
 
@@ -167,7 +167,7 @@ class GraphedStep:
             Float8NumericsError: as of ``precompute_scales``.
         """
         leaves, structure = tree_flatten((args, kwargs))
-        leaves = [_sent(leaf, self.device) for leaf in leaves]
+        leaves = [_sent(leaf, self._device) for leaf in leaves]
         key = structure, tuple(map(_key_of, leaves))
         for module in self._sharded:
             # A forward without a backward leaves the root's parameters whole, which replays do not write to.
@@ -196,26 +196,26 @@ class GraphedStep:
         """
         self._graphs.clear()
         self._launched.clear()
-        self.pool = None
+        self._pool = None
 
     @property
-    def captured_optimizer(self) -> torch.optim.Optimizer | None:
+    def _captured_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer whose step is a part of the graph."""
         return None if self.why_optimizer_launched else self._optimizer
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a graph holds: scales of the weights as they are, the function, and the optimizer if it can be there."""
         self._drop_gradients()
-        if self.conversions:
-            precompute_scales(self.parts)
+        if self._conversions:
+            precompute_scales(self._parts)
         with self._looking_at("function"):
             found = self._function(*args, **kwargs)
-        if self.captured_optimizer is not None and self._rates is not None:
-            if not innermost(self.captured_optimizer).state and self.stream is not None:
+        if self._captured_optimizer is not None and self._rates is not None:
+            if not innermost(self._captured_optimizer).state and self._stream is not None:
                 # States that lie among freed activations would keep that memory from the graph.
                 torch.cuda.empty_cache()
             with self._looking_at("optimizer"), self._rates.on_device():
-                self.captured_optimizer.step()
+                self._captured_optimizer.step()
             self._drop_gradients()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, found)
 
@@ -242,19 +242,19 @@ class GraphedStep:
         return 1 if self._graphs else self._warmup
 
     def _prepare(self) -> None:
-        seen = [part for part in self.parts if Conversion.saw(part)]
-        self.conversions = conversions_of(seen) if seen else []
-        for conversion in self.conversions:
+        seen = [part for part in self._parts if Conversion.saw(part)]
+        self._conversions = conversions_of(seen) if seen else []
+        for conversion in self._conversions:
             for exchange in conversion.exchanges.values():
                 exchange.expect_late_scales()
         self._send_rates()
 
     def _send_rates(self) -> None:
-        if self._rates is not None and self.captured_optimizer is not None:
+        if self._rates is not None and self._captured_optimizer is not None:
             self._rates.send()
 
     def _drop_gradients(self) -> None:
-        for part in self.parts:
+        for part in self._parts:
             for parameter in part.parameters():
                 parameter.grad = None
 
@@ -264,10 +264,10 @@ class GraphedStep:
         self._launched[key] += 1
         is_last = self._given_up is None and self._launched[key] == self._launched_before(key)
         self._looks = {} if is_last else None
-        for guest in (guest for conversion in self.conversions if is_last for guest in conversion.guests):
+        for guest in (guest for conversion in self._conversions if is_last for guest in conversion.guests):
             guest.before_last_launched()
-        with _beside(self.stream):
-            found = self.run(args, kwargs)
+        with _beside(self._stream):
+            found = self._run(args, kwargs)
         self._step_launched()
         looks, self._looks = self._looks or {}, None
         if waits := looks.get("function"):
@@ -283,30 +283,30 @@ class GraphedStep:
         if self._looks is None:
             yield
         else:
-            with noticed_waits(self.device) as self._looks[place]:
+            with noticed_waits(self._device) as self._looks[place]:
                 yield
         self._place = None
 
     def _step_launched(self) -> None:
         """Step an optimizer that is no part of the graph."""
-        if self._optimizer is not None and self.captured_optimizer is None:
+        if self._optimizer is not None and self._captured_optimizer is None:
             self._optimizer.step()
             self._drop_gradients()
 
     def _captured(self, key: Hashable, leaves: Sequence[Any], structure: Any) -> _Graph | None:
         """The graph of a step, of which nothing has run; None where it cannot be captured."""
         self._prepare()
-        for conversion in self.conversions:
+        for conversion in self._conversions:
             conversion.before_capture()
         gc.collect()  # graphs and tensors of a cycle have memory that the new graph needs
-        if self.pool is None and self.stream is not None:
-            self.pool = torch.cuda.graph_pool_handle()
-        graph = _Graph(self.device, leaves)
+        if self._pool is None and self._stream is not None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = _Graph(self._device, leaves)
         try:
             graph.capture(self, structure)
         except Exception as error:
             graph.host.failed()
-            for part in self.parts:
+            for part in self._parts:
                 forget_pass(part)
             self._drop_gradients()
             reason = f"{type(error).__name__}: {_first_line(error)}"

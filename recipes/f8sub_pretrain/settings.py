@@ -161,9 +161,12 @@ class Float8:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """torch.compile, block by block."""
+    """torch.compile, block by block, and the whole step as a CUDA graph."""
 
     enabled: Flag = False
+    cuda_graph: FlagOrAuto = "auto"
+    """Capture a step by f8sub.graph_step and replay it; "auto": on GPUs, unless training.dtype is float16, whose loss
+    scale the host reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,8 @@ SECTIONS = {
         [
             "precompute_scales",
             "register_precompute_hook",
+            "graph_step",
+            "GraphedStep",
             "autocast",
             "checkpoint_policy",
             "prefer_cudnn_attention",

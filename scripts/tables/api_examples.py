@@ -82,6 +82,27 @@ def keep_swiglu_input_in_float8():
     y = torch.compile(model)(torch.randn(8, 512))
 
 
+def graph_step():
+    model = f8sub.convert_to_float8(nn.Linear(64, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def forward_backward(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    step = f8sub.graph_step(forward_backward, model, optimizer)
+    losses = [step(torch.randn(8, 64)) for _ in range(6)]
+
+
+def GraphedStep():
+    model = f8sub.convert_to_float8(nn.Linear(64, 128))
+    step = f8sub.graph_step(lambda x: model(x).sum().backward(), model)
+    step(torch.randn(8, 64))
+    print(step.how, step.why_launched)  # launched there are no graphs on the cpu
+    step.close()
+
+
 def reduce_gradients_in_float8():
     """ranks=2"""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -31,10 +31,10 @@ PACKAGE = ROOT / "f8sub"
 COMMAND = "python scripts/tables/architecture.py --write-docs"
 ROOMS = (
     *("values", "kernels", "tensor", "weights", "delayed", "linear", "experts", "convert", "tensor_parallel"),
-    *("gradients", "checkpoint", "estimator", "diagnostics", "integrations"),
+    *("gradients", "graphs", "checkpoint", "estimator", "diagnostics", "integrations"),
 )
 """In the order of imports: a module imports its own room or those before it."""
-VALUES = {"errors", "formats", "host_copy", "recipe", "recipes", "torch_compat", "version"}
+VALUES = {"capture", "errors", "formats", "host_copy", "recipe", "recipes", "torch_compat", "version"}
 HELD = {"values": "Formats, recipes, errors, and what differs between versions of torch."}
 
 

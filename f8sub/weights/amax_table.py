@@ -14,11 +14,11 @@ from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
 from f8sub.kernels.triton import support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
-from f8sub.weights.guests import Guest, Region
 from f8sub.weights.shard import Shard
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launch
+    from f8sub.weights.guests import Guest, Region
 
 _FEW = 8192  # elements; on a CPU ``_foreach_norm`` takes 2.8 ns for each, and larger weights are faster one by one
 
@@ -34,7 +34,7 @@ class AmaxTable:
     weight that changed on some ranks only.
     """
 
-    def __init__(self, shards: Sequence[Shard], regions: Mapping[Guest, Region], device: str) -> None:
+    def __init__(self, shards: Sequence[Shard], regions: "Mapping[Guest, Region]", device: str) -> None:
         self.shards, self.regions = shards, regions
         self._look_for(shards)
         self._places: list[Any] | None = None
@@ -135,7 +135,7 @@ class AmaxTable:
 class Findings:
     """What a reduction of a table met: NaN and infinity, weights that changed alone, and what regions ``read``."""
 
-    def __init__(self, table: AmaxTable, told: Sequence[tuple[Region, torch.Tensor]]) -> None:
+    def __init__(self, table: AmaxTable, told: "Sequence[tuple[Region, torch.Tensor]]") -> None:
         amax = table.amax
         self._copy = host_copy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
         self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]

@@ -42,7 +42,6 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import after_reductions, graph_task, is_capturing
 from f8sub.weights.agreement import PATIENCE, all_arrive, all_told, tell
 from f8sub.weights.amax_table import AmaxTable, Findings
-from f8sub.weights.guests import Region
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.ranks import OwnGroup, own_group
 from f8sub.weights.shard import Shard
@@ -50,6 +49,7 @@ from f8sub.weights.weight import Weight, WeightRecord
 
 if TYPE_CHECKING:
     from f8sub.weights.conversion import Conversion
+    from f8sub.weights.guests import Region
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""

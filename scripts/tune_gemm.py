@@ -30,9 +30,7 @@ from rich.progress import Progress
 
 from f8sub import Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import block_scales, scaled_mm
-from f8sub.kernels.gemm import blockwise as triton_mm
-from f8sub.kernels.gemm import tuning as gemm_table
+from f8sub.kernels.gemm import block_scales, blockwise, scaled_mm, tuning
 from f8sub.kernels.triton.gemm_launch import Config
 from scripts.bench.formats import E4M3, FORMATS
 from scripts.bench.split_k import SplitK
@@ -81,7 +79,7 @@ class Candidate:
 def candidates(pairs: list[str], few: set[bool]) -> list[Candidate]:
     """All of the classes of shapes in ``few``."""
     found = [
-        Candidate(pair, config, config.rows <= gemm_table.FEW_ROWS) for pair in pairs for config in configs()
+        Candidate(pair, config, config.rows <= tuning.FEW_ROWS) for pair in pairs for config in configs()
     ]
     return [candidate for candidate in found if candidate.few in few]
 
@@ -132,7 +130,7 @@ def check(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float:
         only = slice(None, None, 61 if shape in shapes else 1)
         for dtype in (torch.bfloat16,) if shape in shapes else (torch.float32, torch.bfloat16):
             for _ in range(2):
-                found = triton_mm.multiply(a, b, dtype, candidate.config)
+                found = blockwise.multiply(a, b, dtype, candidate.config)
                 worst = max(worst, excess(found, a, b, only))
     return worst
 
@@ -148,7 +146,7 @@ def checked_alone(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> f
     """What ``check`` finds in a process of its own; a reason where that died or took too long."""
     context = multiprocessing.get_context("spawn")
     connection, other = context.Pipe()
-    alike = [shape for shape in shapes if (shape[0] <= gemm_table.FEW_ROWS) is candidate.few]
+    alike = [shape for shape in shapes if (shape[0] <= tuning.FEW_ROWS) is candidate.few]
     process = context.Process(target=serve, args=(other, candidate, alike), daemon=True)
     process.start()
     other.close()
@@ -181,12 +179,12 @@ def timed(
     if scaled_mm.why_not(*PAIRS[pair], torch.device("cuda")) is None:
         runs["scaled_mm"] = lambda given: scaled_mm.gemm_nt(*given, torch.bfloat16, False)
     for config in right:
-        runs[str(config)] = lambda given, config=config: triton_mm.multiply(*given, torch.bfloat16, config)
-    if shape[0] <= gemm_table.FEW_ROWS:
+        runs[str(config)] = lambda given, config=config: blockwise.multiply(*given, torch.bfloat16, config)
+    if shape[0] <= tuning.FEW_ROWS:
         for split in (4, 8):
             runs[f"plain split-K, {split}"] = SplitK(split)
     pool = torch.cuda.graph_pool_handle()
-    repeats = 1 if shape[0] > gemm_table.FEW_ROWS else 5
+    repeats = 1 if shape[0] > tuning.FEW_ROWS else 5
 
     def timer(run: Run) -> Callable[[], float]:
         replay = by_graph(run, sets, pool)
@@ -211,13 +209,13 @@ def product(
     best = max(rated, key=lambda name: figures[name]["tflops"], default=None)
     measured = {"scaled_mm": figures.get("scaled_mm"), "triton": figures.get(best)}
     rates = {backend: round(of["tflops"], 1) for backend, of in measured.items() if of is not None}
-    formats = dict(zip("ab", map(gemm_table.kind, PAIRS[pair]), strict=True))
+    formats = dict(zip("ab", map(tuning.kind, PAIRS[pair]), strict=True))
     config = None if best is None else asdict(ours[best])
     return {**formats, "shape": shape, "rates": rates, "config": config, "variants": figures}
 
 
 def show(products: list[dict], results: dict[Candidate, float | str]) -> None:
-    names = {tuple(map(gemm_table.kind, formats)): pair for pair, formats in PAIRS.items()}
+    names = {tuple(map(tuning.kind, formats)): pair for pair, formats in PAIRS.items()}
     rows = []
     for row in products:
         title = f"{names[row['a'], row['b']]}, {'x'.join(map(str, row['shape']))}"
@@ -251,26 +249,26 @@ def main() -> None:
     options.add_argument("--out", help="write the table there, not into the package")
     arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if reason := triton_mm.why_not(VECTOR, SQUARE, device):
+    if reason := blockwise.why_not(VECTOR, SQUARE, device):
         sys.exit(f"the kernels to be measured: triton {reason}")
     shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes]
-    few = {shape[0] <= gemm_table.FEW_ROWS for shape in shapes}
+    few = {shape[0] <= tuning.FEW_ROWS for shape in shapes}
     before, begun = machine(device), time.monotonic()
     results = checked(candidates(arguments.pairs, few), shapes, arguments.jobs)
     print(f"{len(results)} candidates compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
     products = []
     for pair in arguments.pairs:
         for shape in shapes:
-            alike = [c for c in results if c.pair == pair and c.few == (shape[0] <= gemm_table.FEW_ROWS)]
+            alike = [c for c in results if c.pair == pair and c.few == (shape[0] <= tuning.FEW_ROWS)]
             right = [c.config for c in alike if not isinstance(results[c], str) and results[c] <= 1]
             row = product(pair, shape, timed(pair, shape, right, arguments.rounds), right)
             products.append(row)
             seconds = time.monotonic() - begun
             print(f"{seconds:4.0f} s  {pair} {shape}: {row['rates']} {row['config']}", flush=True)
     gpu = torch.cuda.get_device_name()
-    path = arguments.out or gemm_table.file_of(gpu)
+    path = arguments.out or tuning.file_of(gpu)
     document = {"gpu": gpu, "before": before, "after": machine(device), "products": products}
-    gemm_table.FOLDER.mkdir(exist_ok=True)
+    tuning.FOLDER.mkdir(exist_ok=True)
     for file in filter(None, (path, arguments.json)):
         write_json(file, document)
     show(products, results)

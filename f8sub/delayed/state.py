@@ -16,7 +16,7 @@ from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
 from f8sub.host_copy import HostCopy
-from f8sub.kernels import cuda as quantize_cuda
+from f8sub.kernels import cuda
 from f8sub.kernels.scales import (
     PriorScale,
     ReduceAmax,
@@ -130,7 +130,7 @@ class ScalingState(torch.nn.Module):
         staged, flags = getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}")
         if self.here != ALL_MEMBERS:
             staged, flags = staged[self.here], flags[self.here]
-        quantize_cuda.stage(amax, staged, flags)
+        cuda.stage(amax, staged, flags)
 
     def reset(self) -> None:
         """Forget everything: the next step's scales are of its own amaxes."""

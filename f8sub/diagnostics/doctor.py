@@ -9,7 +9,7 @@ import torch
 from f8sub.diagnostics.machine import Machine, look
 from f8sub.diagnostics.proofs import Proof, prove
 from f8sub.diagnostics.torch_names import TorchNames, look_at_torch
-from f8sub.kernels.gemm import tuning as gemm_table
+from f8sub.kernels.gemm import tuning
 from f8sub.kernels.gemm.blockwise import CAPABILITY
 from f8sub.kernels.triton.support import OLDEST, why_no_triton
 from f8sub.recipe import get_recipe, recipe_names
@@ -87,7 +87,7 @@ def _gemm_table(machine: Machine) -> tuple[str | None, bool]:
     if not machine.gpus or machine.gpus[0].capability != CAPABILITY or machine.triton is None:
         return None, False
     name = machine.gpus[0].name
-    if gemm_table.file_of(name).exists():
+    if tuning.file_of(name).exists():
         return f"measured for an {name}, and shipped", False
     return f"not measured for an {name}: scripts/tune_gemm.py does it", True
 

@@ -38,7 +38,7 @@ def launches_of(
         maxima: a contiguous row of three.
         constants: what ``measure_rows`` is told of formats and of the histogram.
     """
-    from f8sub.diagnostics import statistics_kernels as kernels
+    from f8sub.diagnostics import statistics_kernels
     from f8sub.kernels.triton.launch import Launch
     from f8sub.kernels.triton.quantize_launch import CODES
 
@@ -83,6 +83,6 @@ def launches_of(
         "BLOCK": 1024,
     }
     return [
-        Launch(kernels.measure_rows, rows, measured, {"num_warps": 4}),
-        Launch(kernels.add_rows, 1, added, {"num_warps": 4}),
+        Launch(statistics_kernels.measure_rows, rows, measured, {"num_warps": 4}),
+        Launch(statistics_kernels.add_rows, 1, added, {"num_warps": 4}),
     ]

@@ -7,7 +7,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
 from f8sub.kernels import ops
-from f8sub.kernels.grouped import matmul_ops as nodes
+from f8sub.kernels.grouped import matmul_ops
 from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.prior_casts import cast_tokens, cast_weights
@@ -49,9 +49,9 @@ class GroupedMatmul(torch.autograd.Function):
         a, kept, _ = cast_or_share(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
         x = x.to(dtype)
         if a is None or spec.b is None:
-            y = nodes.high_precision_rows(x, _values(w, call), groups)
+            y = matmul_ops.high_precision_rows(x, _values(w, call), groups)
         else:
-            y = nodes.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
+            y = matmul_ops.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
@@ -77,16 +77,16 @@ class GroupedMatmul(torch.autograd.Function):
             sources.dy.keep(amax)
         if needs_dx:
             if a is None or d.b is None:
-                dx = nodes.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
+                dx = matmul_ops.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
-                dx = nodes.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
+                dx = matmul_ops.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
         if needs_dw:
             if left is None or g.b is None or plan.wgrad is None:
-                dw = nodes.high_precision_weights(dy, saved[0], groups).to(w.dtype)
+                dw = matmul_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
             else:
                 data, scale_inv, first, stops = saved
                 right = Tokens(data, scale_inv, g.b, Groups(first, stops, data.shape[1]), True)
-                dw = nodes.weights(plan.wgrad, g, left, right, groups, w.dtype)
+                dw = matmul_ops.weights(plan.wgrad, g, left, right, groups, w.dtype)
             dw = dw.transpose(1, 2) if call.transposed else dw
         return dx, dw, None, None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from f8sub.tensor import aten_ops as operators  # noqa: F401  (a matrix is transposed there)
+from f8sub.tensor import aten_ops  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
 from f8sub.torch_compat import no_torch_function
 

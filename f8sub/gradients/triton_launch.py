@@ -32,8 +32,8 @@ Place = tuple[torch.device, int]
 
 def pack(sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor) -> "list[Launch]":
     """The launches that fill ``out``, one for each dtype and alignment; see ``wire.pack``."""
-    from f8sub.gradients import triton_kernels as kernels
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.gradients import triton_kernels
+    from f8sub.kernels.triton import quantize_launch
 
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for number, (source, chunk) in enumerate(zip(sources, layout.chunks, strict=True)):
@@ -45,15 +45,15 @@ def pack(sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Ten
     for (dtype, aligned), numbers in kinds.items():
         chosen = tuple((layout.chunks[n], sources[n].stride, sources[n].length) for n in numbers)
         addresses = tuple(sources[n].data.data_ptr() for n in numbers)
-        arguments = {"sources_ptr": _addresses(addresses, out), "ELEMENT": launch.INPUTS[dtype]}
+        arguments = {"sources_ptr": _addresses(addresses, out), "ELEMENT": quantize_launch.INPUTS[dtype]}
         arguments |= {"RANKS": out.shape[0], "HOSTS": hosts, "TILE": TILE}
-        made.append(_launch(kernels.pack_chunks, chosen, layout, out, aligned, arguments))
+        made.append(_launch(triton_kernels.pack_chunks, chosen, layout, out, aligned, arguments))
     return made
 
 
 def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> "list[Launch]":
     """The launches that fill ``out``, one for each alignment; see ``wire.add``."""
-    from f8sub.gradients import triton_kernels as kernels
+    from f8sub.gradients import triton_kernels
 
     kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}
     for chunk in layout.chunks:
@@ -64,7 +64,7 @@ def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor
     made = []
     for aligned, chosen in kinds.items():
         arguments = {"received_ptr": received, "ranks": received.shape[0], "factor": factor}
-        made.append(_launch(kernels.sum_chunks, tuple(chosen), layout, out, aligned, arguments))
+        made.append(_launch(triton_kernels.sum_chunks, tuple(chosen), layout, out, aligned, arguments))
     return made
 
 
@@ -76,7 +76,7 @@ def _launch(
     aligned: bool,
     arguments: dict[str, Any],
 ) -> "Launch":
-    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import launch
 
     packs = "sources_ptr" in arguments
     blocks, ranks, warps = (PACKED if aligned else TILE, out.shape[0], 4) if packs else (ADDED, 1, 2)
@@ -86,7 +86,7 @@ def _launch(
     arguments |= {"chunks_ptr": table, "chunk_of_program_ptr": of_program, "out_ptr": out}
     arguments |= {"row_bytes": layout.row_bytes, "CODES": layout.codes, "ALIGNED": aligned}
     arguments |= {"BLOCKS": blocks, "BLOCK": BLOCK}
-    return launcher.Launch(kernel, of_program.numel(), arguments, {"num_warps": warps})
+    return launch.Launch(kernel, of_program.numel(), arguments, {"num_warps": warps})
 
 
 @functools.lru_cache(maxsize=512)

@@ -31,10 +31,10 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
     # Nobody reads the bytes between chunks.
     out = torch.empty(ranks, layout.row_bytes, dtype=torch.uint8, device=device)
     if support.takes(out):
-        from f8sub.gradients import triton_launch as launches
+        from f8sub.gradients import triton_launch
 
         with support.device_of(out):
-            for launch in launches.pack(sources, layout, hosts, out):
+            for launch in triton_launch.pack(sources, layout, hosts, out):
                 launch.run()
         return out
     rows = torch.arange(ranks, device=device, dtype=torch.int64).view(-1, hosts).t().flatten()
@@ -54,10 +54,10 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
 def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> None:
     """Write the sum of the rows, added in float32 in their order, times ``factor`` to ``out``, (layout.numel,)."""
     if support.takes(received):
-        from f8sub.gradients import triton_launch as launches
+        from f8sub.gradients import triton_launch
 
         with support.device_of(out):
-            for launch in launches.add(received, layout, factor, out):
+            for launch in triton_launch.add(received, layout, factor, out):
                 launch.run()
         return
     for chunk in layout.chunks:

@@ -51,13 +51,12 @@ def quantize(
         row = cast(Operand, quantize(x, formats[0], None, amax=amax).rowwise)
         col = None if columnwise is None else reference.transposed(row, columnwise, any_layout=True)
         return Quantized(None if rowwise is None else row, col)
-    from f8sub.kernels.triton import expert_launch, prepared
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import expert_launch, prepared, quantize_launch
 
     x = x.contiguous()
     with support.device_of(x):
         if prior is not None:
-            plan = launch.quantization(x, rowwise, columnwise, prior, amax)
+            plan = quantize_launch.quantization(x, rowwise, columnwise, prior, amax)
             for one in plan.launches:
                 one.run()
             return Quantized(*plan[1:4])
@@ -67,7 +66,7 @@ def quantize(
             lambda: (
                 expert_launch.quantization_in_bands(x, present(rowwise))
                 if in_bands
-                else launch.quantization(x, rowwise, columnwise, None, amax).made
+                else quantize_launch.quantization(x, rowwise, columnwise, None, amax).made
             ),
         )
     return Quantized(
@@ -79,10 +78,10 @@ def quantize(
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
     """Raise ``staged`` to as many amaxes, in place; one that is not finite sets its ``met`` to 1. Float32."""
     if amax.numel() == 1 and support.takes(amax):
-        from f8sub.kernels.triton import quantize_launch as launch
+        from f8sub.kernels.triton import quantize_launch
 
         with support.device_of(amax):
-            launch.staging(amax, staged, met).run()
+            quantize_launch.staging(amax, staged, met).run()
         return
     amax = amax.view_as(staged)
     finite = amax.isfinite()
@@ -104,13 +103,12 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         return cast(Operand, quantize(values, None, columnwise).columnwise)
     if tiles[0].is_transpose_of(tiles[1]):
         rowwise = rowwise._replace(scale_inv=rowwise.scale_inv.contiguous())
-    from f8sub.kernels.triton import prepared
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import prepared, quantize_launch
 
     kind = rowwise.format, columnwise
     with support.device_of(codes):
         data, scale_inv = prepared.run(
-            kind, (codes, rowwise.scale_inv), lambda: launch.derivation(rowwise, columnwise).made
+            kind, (codes, rowwise.scale_inv), lambda: quantize_launch.derivation(rowwise, columnwise).made
         )
     return Operand(data, scale_inv, columnwise)
 
@@ -119,11 +117,10 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
     """``torch.t_copy`` of float8 codes."""
     if not support.takes(codes) or not _is_transposed_by_words(codes):
         return torch.t_copy(codes)
-    from f8sub.kernels.triton import prepared
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import prepared, quantize_launch
 
     with support.device_of(codes):
-        return prepared.run("transposed", (codes,), lambda: launch.transposed(codes))[0]
+        return prepared.run("transposed", (codes,), lambda: quantize_launch.transposed(codes))[0]
 
 
 def cast_into(

@@ -17,8 +17,7 @@ import torch
 from torch.fx.traceback import get_current_meta
 
 from f8sub.formats import ALL, Float8Format, Operand, present
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference, scales
+from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, policies
 from f8sub.kernels.reference import Quantized
@@ -83,7 +82,7 @@ def _quantize(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor]:
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
-    made = quantize_cuda.quantize(x, row, col, amax=amax)
+    made = cuda.quantize(x, row, col, amax=amax)
     return _as_list(operand for operand in (made.rowwise, made.columnwise) if operand is not None)
 
 
@@ -99,7 +98,7 @@ def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
-    derived = quantize_cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
+    derived = cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
     is_given = derived.scale_inv.untyped_storage().data_ptr() == scale_inv.untyped_storage().data_ptr()
     if is_given:
@@ -121,7 +120,7 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
-transpose = operator(quantize_cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
+transpose = operator(cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
 derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
 copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 
@@ -244,7 +243,7 @@ def derive_columnwise_in_backward(
     if not torch.compiler.is_compiling():
         if any_layout:
             return reference.derive_columnwise(rowwise, columnwise, any_layout)
-        return quantize_cuda.derive_columnwise(rowwise, columnwise)
+        return cuda.derive_columnwise(rowwise, columnwise)
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
     if any_layout and both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
         scale_inv = copy_after(rowwise.scale_inv, after)

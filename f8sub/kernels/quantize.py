@@ -3,8 +3,7 @@
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import ops, reference
+from f8sub.kernels import cuda, ops, reference
 from f8sub.kernels.cpu import quantize_on_cpu
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, ScaleSource
@@ -34,4 +33,4 @@ def quantize(
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
     if type(x) is torch.Tensor and x.is_cpu:
         return quantize_on_cpu(x, rowwise, columnwise, any_layout, prior)
-    return quantize_cuda.quantize(x, rowwise, columnwise, any_layout, prior)
+    return cuda.quantize(x, rowwise, columnwise, any_layout, prior)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Rounding, Tile
-from f8sub.kernels import fp4
-from f8sub.kernels import scales as rules
+from f8sub.kernels import fp4, scales
 from f8sub.kernels.scales import PriorScale, ReduceAmax, Scales
 
 PROMOTION = 128
@@ -189,16 +188,16 @@ def _scales(
 ) -> tuple[Scales, torch.Tensor | None]:
     if format.dtype == E2M1:
         # It has no NaN: a non-finite element shows in its tile's scale.
-        return rules.scales_or_nan(rules.shard_amax(x, tile, (0, 0)), format), None
-    amax = rules.amax(x, tile)
+        return scales.scales_or_nan(scales.shard_amax(x, tile, (0, 0)), format), None
+    amax = scales.amax(x, tile)
     if prior is None:
-        return rules.scales_from_amax(amax if reduce is None else reduce(amax, tile), format), None
-    largest = rules.largest(x, tile)
+        return scales.scales_from_amax(amax if reduce is None else reduce(amax, tile), format), None
+    largest = scales.largest(x, tile)
     if reduce is not None:
         # What a collective makes of NaN is its own.
         both = torch.stack((amax, largest.nan_to_num(nan=torch.inf, posinf=torch.inf)))
         amax, largest = reduce(both, tile).unbind()
-    return rules.with_inverse(rules.scale_now(prior, amax, format)), largest
+    return scales.with_inverse(scales.scale_now(prior, amax, format)), largest
 
 
 def _values(operand: Operand) -> torch.Tensor:

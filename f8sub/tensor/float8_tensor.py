@@ -8,8 +8,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, present, why_not_derivable
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
+from f8sub.kernels import cuda, reference
 from f8sub.tensor.op_schema import describe
 from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing
 
@@ -198,7 +197,7 @@ def _derive(source: Operand, wanted: str, have: str) -> Operand:
             f"cannot derive the {wanted} usage: {source.format} takes rows of a multiple of "
             f"{source.format.depth_multiple} elements, and they would have {depth}"
         )
-    return quantize_cuda.derive_columnwise(source, source.format)
+    return cuda.derive_columnwise(source, source.format)
 
 
 # It makes tensors of what a file holds and runs nothing.

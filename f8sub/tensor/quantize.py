@@ -4,7 +4,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format
-from f8sub.kernels import cuda as quantize_cuda
+from f8sub.kernels import cuda
 from f8sub.kernels import quantize as kernels
 from f8sub.kernels.scales import CURRENT, GivenScale, PriorScale, ScaleSource
 from f8sub.recipe import OperandName, Recipe, get_recipe
@@ -72,7 +72,7 @@ def quantize(
         plain = getattr(x, "plain") if isinstance(getattr(type(x), "plain", None), property) else x.detach()  # noqa: B009
         if derive and col is not None and formats[0] is not None:
             cast = kernels.quantize(plain, formats[0], None, source).rowwise
-            derived = None if cast is None else quantize_cuda.derive_columnwise(cast, col)
+            derived = None if cast is None else cuda.derive_columnwise(cast, col)
             return Float8Tensor(cast if rowwise else None, derived, x.dtype)
         made = kernels.quantize(plain, row, col, source)
         return Float8Tensor(made.rowwise, made.columnwise, x.dtype)

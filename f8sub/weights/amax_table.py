@@ -11,8 +11,7 @@ from f8sub.capture import current_capture, host_copy
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.host_copy import constant
 from f8sub.kernels.scales import PriorScale, scales_or_nan
-from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
-from f8sub.kernels.triton import support
+from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
 from f8sub.weights.shard import Shard
 
@@ -83,8 +82,10 @@ class AmaxTable:
         places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
         if places != self._places:
             matrices = {shard: shard.in_table for shard in self.shards if shard.master.numel()}
-            taken = {shard: m for shard, m in matrices.items() if shard_amaxes.takes(m, self.amax.device)}
-            self._launches = shard_amaxes.amaxes(list(taken.values()), self.amax)
+            taken = {
+                shard: m for shard, m in matrices.items() if multi_tensor_launch.takes(m, self.amax.device)
+            }
+            self._launches = multi_tensor_launch.amaxes(list(taken.values()), self.amax)
             self._look_for([shard for shard in matrices if shard not in taken])
             self._places = places
         if (capture := current_capture()) is not None:
@@ -118,9 +119,9 @@ class AmaxTable:
     def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
         """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""
         (amax, scale, scale_inv), of_all = entries, shard.scales.global_scale_inv
-        if shard_amaxes.takes_amaxes(amax, shard.format, shard.dtype):
+        if multi_tensor_launch.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
-                shard_amaxes.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
+                multi_tensor_launch.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
             return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(shard.dtype).float()

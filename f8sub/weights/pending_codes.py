@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from f8sub.capture import current_capture
-from f8sub.kernels import cuda as quantize_cuda
+from f8sub.kernels import cuda
 from f8sub.kernels.triton.support import ALIGNMENT
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
@@ -80,7 +80,7 @@ class Casts:
         shards = [each.shard for each in pending]
         parts = [own.part_of(each.source) for own, each in zip(shards, pending, strict=True)]
         self._short = [n for n, own in enumerate(shards) if own.values.shape != own.wire.padded_shape]
-        self._together, self._alone = quantize_cuda.cast_together(parts, outs)
+        self._together, self._alone = cuda.cast_together(parts, outs)
 
     def run(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
         """Cast the weights as they are now."""

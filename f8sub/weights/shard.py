@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from f8sub.formats import Float8Format, present
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
+from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton.multi_tensor_launch import Matrix
 from f8sub.kernels.triton.parts import Part
@@ -206,4 +205,4 @@ class Shard:
             values = values.to(self.dtype)
             scaled = values.float() * reference.spread(scale, format.tile, values.shape, offset)
             values = values.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)
-        quantize_cuda.cast_into(rows, values, scale, format, offset, self.dtype)
+        cuda.cast_into(rows, values, scale, format, offset, self.dtype)

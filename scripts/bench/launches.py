@@ -17,13 +17,11 @@ import torch
 
 import f8sub
 from f8sub.formats import Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import ops, scales
-from f8sub.kernels.gemm import blockwise as triton_mm
+from f8sub.kernels import cuda, ops, scales
+from f8sub.kernels.gemm import blockwise
 from f8sub.kernels.gemm.grouped_gemm_config import Rows
 from f8sub.kernels.grouped import grouped_mm
-from f8sub.kernels.triton import quantize_launch as launch
-from f8sub.kernels.triton import support
+from f8sub.kernels.triton import quantize_launch, support
 from f8sub.kernels.triton.launch import Launch
 from scripts.bench import no_gpu
 from scripts.bench.timing import cpu_in_turns, summary
@@ -46,8 +44,8 @@ def by_us(launches: list[Launch]) -> None:
 
 
 def multiply(a: Operand, b: Operand) -> torch.Tensor:
-    config = triton_mm.default_config((*a.data.shape, b.data.shape[0]), MULTIPROCESSORS)
-    return triton_mm.multiply(a, b, torch.bfloat16, config)
+    config = blockwise.default_config((*a.data.shape, b.data.shape[0]), MULTIPROCESSORS)
+    return blockwise.multiply(a, b, torch.bfloat16, config)
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -57,8 +55,8 @@ def cases() -> dict[str, Callable[[], object]]:
     for name in RECIPES:
         recipe = f8sub.get_recipe(name)
         formats = recipe.fprop.a, recipe.wgrad.b
-        launches = launch.quantization(x, *formats).launches
-        both = functools.partial(quantize_cuda.quantize, x, *formats)
+        launches = quantize_launch.quantization(x, *formats).launches
+        both = functools.partial(cuda.quantize, x, *formats)
         found[f"{name}: quantize x, both usages"] = both
         amax = scales.amax(x, formats[0].tile) if formats[0].tile.is_whole else None
         names = (format.name for format in formats)
@@ -68,12 +66,12 @@ def cases() -> dict[str, Callable[[], object]]:
         found[f"{name}: launches alone, {len(launches)}"] = functools.partial(by_us, launches)
         found[f"{name}: the same, by Triton"] = functools.partial(by_triton, launches)
     spec = f8sub.get_recipe("blockwise").fprop
-    tensorwise = quantize_cuda.quantize(x, f8sub.get_recipe("tensorwise").fprop.a, None)[0]
-    a, b = (quantize_cuda.quantize(x, format, None)[0] for format in (spec.a, spec.b))
+    tensorwise = cuda.quantize(x, f8sub.get_recipe("tensorwise").fprop.a, None)[0]
+    a, b = (cuda.quantize(x, format, None)[0] for format in (spec.a, spec.b))
     found["derive columnwise codes, as compiled code calls it"] = functools.partial(
         ops.derive_columnwise, *tensorwise.tensors, x, tensorwise.format.name, tensorwise.format.name
     )
-    found["transpose codes"] = functools.partial(quantize_cuda.transpose, a.data)
+    found["transpose codes"] = functools.partial(cuda.transpose, a.data)
     found["multiply, blockwise"] = functools.partial(multiply, a, b)
     ends = torch.full((GROUPS,), EDGE // GROUPS, dtype=torch.int32).cumsum(0).int()
     rows = Rows(ends - EDGE // GROUPS, ends, ends - EDGE // GROUPS, EDGE)
@@ -103,7 +101,7 @@ def main() -> None:
     no_gpu.install()
     support.takes = lambda x: x.numel() > 0
     support.device_of = contextlib.nullcontext
-    triton_mm.multiprocessors = grouped_mm.multiprocessors = lambda _: MULTIPROCESSORS
+    blockwise.multiprocessors = grouped_mm.multiprocessors = lambda _: MULTIPROCESSORS
     runs = cases()
     for run in (*runs.values(), *runs.values()):  # what is launched again is kept from the second call on
         run()

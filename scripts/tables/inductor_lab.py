@@ -245,28 +245,28 @@ def _formats(node: Any) -> list[Any]:
 
 def _of_quantization(node: Any) -> tuple[int, int]:
     from f8sub.formats import Float8Format
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     (x, amax, *names), _ = node.unflatten_args(node.inputs, node.constant_args)
     row, col = (None if name is None else Float8Format.parse(name) for name in names)
     known = None if amax is None else _meta(amax)
-    return _of_launches(launch.quantization(_meta(x), row, col, amax=known).launches)
+    return _of_launches(quantize_launch.quantization(_meta(x), row, col, amax=known).launches)
 
 
 def _of_derivation(node: Any) -> tuple[int, int]:
     from f8sub.formats import Operand
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     rowwise, columnwise = _formats(node)
     operand = Operand(*map(_meta, node.inputs[:2]), rowwise)
-    return _of_launches(launch.derivation(operand, columnwise)[0])
+    return _of_launches(quantize_launch.derivation(operand, columnwise)[0])
 
 
 def _of_transposition(node: Any) -> tuple[int, int]:
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     codes = _meta(node.inputs[0])
-    return _of_launches([launch.transposition(codes, codes.new_empty(codes.shape[::-1]))])
+    return _of_launches([quantize_launch.transposition(codes, codes.new_empty(codes.shape[::-1]))])
 
 
 OPERATORS: dict[str, Callable[[Any], tuple[int, int]]] = {

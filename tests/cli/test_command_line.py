@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import f8sub.__main__
-from f8sub import cli as command_line
+from f8sub import cli
 from f8sub.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_wrong_use_is_status_2(arguments, capsys):
 def test_the_console_script_is_this():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"f8sub": "f8sub.__main__:run"}
-    assert f8sub.__main__.run is command_line.run
+    assert f8sub.__main__.run is cli.run
 
 
 def test_it_runs_as_a_module_and_its_status_is_the_process(tmp_path):
@@ -115,8 +115,8 @@ def test_it_runs_as_a_module_and_its_status_is_the_process(tmp_path):
 
 def test_without_rich_a_terminal_shows_plain_text(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(command_line.importlib.util, "find_spec", lambda name: None)
-    command_line._show("Machine\n  GPUs  none native")
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    cli._show("Machine\n  GPUs  none native")
     assert capsys.readouterr().out == "Machine\n  GPUs  none native\n"
 
 
@@ -124,7 +124,7 @@ def test_with_rich_the_text_is_the_same(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     page = "Recipes [not markup]\n  rowwise  native\n  mxfp8  slow"
-    command_line._show(page)
+    cli._show(page)
     shown = capsys.readouterr().out
     for code in ("\x1b[1m", "\x1b[0m", "\x1b[31m", "\x1b[32m"):
         shown = shown.replace(code, "")

@@ -6,10 +6,8 @@ import torch
 import f8sub
 from f8sub import GemmSpec
 from f8sub.formats import Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
-from f8sub.kernels.gemm import blockwise as triton_mm
-from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.kernels import cuda, reference
+from f8sub.kernels.gemm import blockwise, scaled_mm, select
 from f8sub.kernels.triton import prepared
 from tests.budgets import excess
 from tests.data_sets import generator, on_each_dtype, row_outliers
@@ -74,7 +72,7 @@ def test_one_scale_a_block(pair, shape, dtype):
 
 @pytest.fixture(params=OUR_PAIRS.values(), ids=list(OUR_PAIRS))
 def our_pair(request):
-    if reason := triton_mm.why_not(*request.param, torch.device("cuda")):
+    if reason := blockwise.why_not(*request.param, torch.device("cuda")):
         pytest.skip(f"on this CUDA device triton {reason}")
     return request.param
 
@@ -83,7 +81,7 @@ def our_pair(request):
 @on_each_shape
 def test_one_scale_a_block_by_our_kernels(our_pair, shape, dtype):
     a, b = operands(our_pair, shape)
-    assert worst(a, b, dtype, False, triton_mm) <= 1
+    assert worst(a, b, dtype, False, blockwise) <= 1
 
 
 def drawn_on_gpu(pair, lines: tuple[int, int], depth: int) -> list[Operand]:
@@ -95,8 +93,8 @@ def drawn_on_gpu(pair, lines: tuple[int, int], depth: int) -> list[Operand]:
 def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
     """Programs of the persistent kernel that make three tiles each, twice, to the same bits."""
     a, b = drawn_on_gpu(our_pair, (5000, 2500), 1040)
-    found = triton_mm.gemm_nt(a, b, torch.float32, False)
-    assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False))
+    found = blockwise.gemm_nt(a, b, torch.float32, False)
+    assert torch.equal(found, blockwise.gemm_nt(a, b, torch.float32, False))
     right = reference.gemm_nt(a, b, torch.float32, False)
     assert (found - right).abs().max() < 2**-9 * right.abs().max()
 
@@ -109,11 +107,11 @@ def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
         for seed in range(4):
             rng = torch.Generator("cuda").manual_seed(seed)
             drawn = [torch.randn(count, 640, generator=rng, device="cuda") for count in lines]
-            a, b = (quantize_cuda.quantize(x, f, None)[0] for x, f in zip(drawn, our_pair, strict=True))
-            found = triton_mm.gemm_nt(a, b, torch.float32, False)
+            a, b = (cuda.quantize(x, f, None)[0] for x, f in zip(drawn, our_pair, strict=True))
+            found = blockwise.gemm_nt(a, b, torch.float32, False)
             with monkeypatch.context() as anew:
                 anew.setattr(prepared, "_known", {})
-                assert torch.equal(found, triton_mm.gemm_nt(a, b, torch.float32, False))
+                assert torch.equal(found, blockwise.gemm_nt(a, b, torch.float32, False))
     # Scales of other tiles are copied for the product, whose launches are not kept then.
     assert None not in prepared._known.values() or not {*our_pair} <= {VECTOR, BLOCK}
 
@@ -122,7 +120,7 @@ def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
 def test_our_kernels_take_any_number_of_blocks_of_k(our_pair, depth):
     """1, 4, 5, 6 and 7 blocks, of which a pass of the persistent kernel's loop takes one or four."""
     a, b = operands(our_pair, (200, 300, depth))
-    assert worst(a, b, torch.float32, False, triton_mm) <= 1
+    assert worst(a, b, torch.float32, False, blockwise) <= 1
 
 
 def lines_of_infinite_scales(a):
@@ -138,7 +136,7 @@ def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(our_pair, depth)
     rows, cols = lines_of_infinite_scales(a), lines_of_infinite_scales(b)
     assert rows.sum() > 0
     assert cols.sum() > 0
-    found = triton_mm.gemm_nt(a, b, torch.float32, False)
+    found = blockwise.gemm_nt(a, b, torch.float32, False)
     assert torch.equal(~found.isfinite(), rows[:, None] | cols)
     a.scale_inv.copy_(scales[0])
     b.scale_inv.copy_(scales[1])
@@ -147,7 +145,7 @@ def test_nan_and_infinity_stay_where_they_belong_in_our_kernels(our_pair, depth)
     b.data.view(torch.uint8)[[7, 130], [depth - 10, 300]] = 0x7F
     rows, cols = (torch.zeros(lines, dtype=torch.bool, device="cuda") for lines in (520, 392))
     rows[[3, 200]], cols[[7, 130]] = True, True
-    found = triton_mm.gemm_nt(a, b, torch.float32, False)
+    found = blockwise.gemm_nt(a, b, torch.float32, False)
     assert torch.equal(found.isnan(), rows[:, None] | cols)
     assert torch.equal(found.isfinite(), ~found.isnan())
 

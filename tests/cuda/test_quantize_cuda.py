@@ -6,8 +6,7 @@ import torch
 import f8sub
 from f8sub import Float8Format
 from f8sub.formats import Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
+from f8sub.kernels import cuda, reference
 from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import PriorScale
@@ -36,11 +35,10 @@ of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"]
 @pytest.fixture
 def runs(monkeypatch) -> list[str]:
     """Names of the kernels that were launched, and of launches that were known "prepared"."""
-    from f8sub.kernels.triton import launch as launcher
-    from f8sub.kernels.triton import prepared
+    from f8sub.kernels.triton import launch, prepared
 
     found: list[str] = []
-    run, again = launcher.Launch.run, prepared._Prepared.run
+    run, again = launch.Launch.run, prepared._Prepared.run
 
     def counted_again(self, given: object) -> object:
         found.append("prepared")
@@ -49,11 +47,11 @@ def runs(monkeypatch) -> list[str]:
     monkeypatch.setattr(prepared._Prepared, "run", counted_again)
     monkeypatch.setattr(prepared, "_known", {})
 
-    def counted(self: launcher.Launch) -> None:
+    def counted(self: launch.Launch) -> None:
         found.append(self.kernel.fn.__name__)
         run(self)
 
-    monkeypatch.setattr(launcher.Launch, "run", counted)
+    monkeypatch.setattr(launch.Launch, "run", counted)
     return found
 
 
@@ -93,7 +91,7 @@ def test_scales_of_the_past_of_pairs(name, runs):
 def test_no_amax_is_looked_for_where_a_past_is_known(runs):
     x = make("lognormal", (272, 400), 4, torch.bfloat16).cuda()
     past = PriorScale(torch.ones(1, 1, device="cuda"), 0.0, covers=False, is_known=True)
-    quantize_cuda.quantize(x, FORMATS["tensorwise"], FORMATS["tensorwise"], prior=past)
+    cuda.quantize(x, FORMATS["tensorwise"], FORMATS["tensorwise"], prior=past)
     assert runs == ["cast_with_one"]
 
 
@@ -138,9 +136,9 @@ def test_codes_of_more_elements_than_32_bits_count(runs):
     """The last columns of a matrix of codes whose offsets need 64 bits."""
     format = FORMATS["rowwise"]
     x = torch.randn(65664, 33024, dtype=torch.bfloat16, device="cuda")
-    rowwise = quantize_cuda.quantize(x, format, None)[0]
+    rowwise = cuda.quantize(x, format, None)[0]
     assert rowwise is not None
-    found = quantize_cuda.derive_columnwise(rowwise, format)
+    found = cuda.derive_columnwise(rowwise, format)
     last = rowwise._replace(data=rowwise.data[:, -256:].cpu().contiguous(), scale_inv=rowwise.scale_inv.cpu())
     right = reference.derive_columnwise(last, format)
     assert_same_bits(found._replace(data=found.data[-256:], scale_inv=found.scale_inv[-256:]), right)
@@ -152,7 +150,7 @@ def test_more_elements_than_32_bits_count(runs):
     format = FORMATS["1x128"]
     x = torch.randn(33024, 65664, dtype=torch.bfloat16, device="cuda")
     assert x.numel() > 2**31
-    row, col, _ = quantize_cuda.quantize(x, format, format)
+    row, col, _ = cuda.quantize(x, format, format)
     assert row is not None
     assert col is not None
     last_rows, *_ = reference.quantize(x[-256:].cpu(), format, None)

@@ -10,9 +10,8 @@ import torch
 import f8sub
 from f8sub import torch_compat
 from f8sub.__main__ import main
-from f8sub.diagnostics import doctor as diagnosis
+from f8sub.diagnostics import doctor, proofs
 from f8sub.diagnostics import machine as machines
-from f8sub.diagnostics import proofs
 from f8sub.diagnostics.doctor import Diagnosis
 from f8sub.diagnostics.doctor_page import page
 from f8sub.diagnostics.machine import GpuFacts, Machine
@@ -70,8 +69,8 @@ def on_an_h200():
         # The plans of this device are those of a GPU that is not there.
         plans = [Plan.make.__wrapped__(Plan, f8sub.get_recipe(name), device) for name in f8sub.recipe_names()]
         found = tuple(map(by_plan, plans))
-        table, missing = diagnosis._gemm_table(machine())
-        advice = tuple(diagnosis._advice(machine(), found, torch.device("cpu"), missing))
+        table, missing = doctor._gemm_table(machine())
+        advice = tuple(doctor._advice(machine(), found, torch.device("cpu"), missing))
     return Diagnosis("0.1.0", machine(), found, table, advice)
 
 
@@ -157,10 +156,10 @@ def test_on_an_h200(on_an_h200):
 
 def test_an_hopper_that_was_not_measured():
     h100 = dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3", count=1)
-    table, missing = diagnosis._gemm_table(machine(gpus=(h100,)))
+    table, missing = doctor._gemm_table(machine(gpus=(h100,)))
     assert missing
     assert "scripts/tune_gemm.py" in table
-    advice = diagnosis._advice(machine(gpus=(h100,)), (), torch.device("cpu"), missing)
+    advice = doctor._advice(machine(gpus=(h100,)), (), torch.device("cpu"), missing)
     assert any("tune_gemm.py" in sentence for sentence in advice)
 
 
@@ -185,7 +184,7 @@ def test_an_hopper_that_was_not_measured():
     ],
 )
 def test_advice(changes, words):
-    found = list(diagnosis._advice(machine(**changes), (), torch.device("cpu"), False))
+    found = list(doctor._advice(machine(**changes), (), torch.device("cpu"), False))
     assert any(words in sentence for sentence in found), found
 
 
@@ -244,7 +243,7 @@ def test_what_torch_lacks_is_told_with_what_works_without(monkeypatch):
     monkeypatch.setattr(torch_compat, "_found", {})
     monkeypatch.setitem(torch_compat.REDUCTION.names, "torch.distributed.fsdp.FSDPModule.set_reducer", "")
     found = look_at_torch()
-    (advice,) = diagnosis._of_torch(found, machine())
+    (advice,) = doctor._of_torch(found, machine())
     assert advice == (
         "torch 2.13.0+cu130 is not known to f8sub for reduce_gradients_in_float8: install torch 2.11 to 2.15, or do "
         "without reduce_gradients_in_float8."

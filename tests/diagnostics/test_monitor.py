@@ -12,8 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.diagnostics import sample as module
-from f8sub.diagnostics import writers
+from f8sub.diagnostics import sample, writers
 from f8sub.linear import matmul
 from tests.data_sets import gaussian, generator
 from tests.models import float8_layers, learning_shapes, loss_of, transformer
@@ -67,7 +66,7 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
     torch.manual_seed(0)
     model = transformer(recipe)
     multiplied, measured = set(), []
-    multiply, measure = matmul.multiply, module.add_measured
+    multiply, measure = matmul.multiply, sample.add_measured
 
     def record_product(backend, a, b, *rest):
         multiplied.update(operand.data.view(torch.uint8).numpy().tobytes() for operand in (a, b))
@@ -80,7 +79,7 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
     monitor = f8sub.Monitor(model, every=1)
     with (
         mock.patch.object(matmul, "multiply", record_product),
-        mock.patch.object(module, "add_measured", record_measured),
+        mock.patch.object(sample, "add_measured", record_measured),
         monitor,
     ):
         loss_of(model, 0, 0).backward()

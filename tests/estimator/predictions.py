@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.estimator import gpus, seconds
-from f8sub.estimator import memory as bytes_of
+from f8sub.estimator import gpus, memory, seconds
 from f8sub.estimator.products import by_expert_seconds, over_tokens_seconds
 from f8sub.estimator.seconds import Run
 from f8sub.estimator.shapes import Product, Shapes, shapes_of
@@ -85,12 +84,12 @@ def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
     """Of forward and backward of the blocks alone, the whole model's weights being there, without optimizer."""
     weights = shapes.parameters / run.shards * run.master_bytes
     each = list(shapes.blocks.values())
-    saved = sum(bytes_of.saved_bytes(block, recipe, run) for block in each)
+    saved = sum(memory.saved_bytes(block, recipe, run) for block in each)
     gradients = sum(product.elements for block in each for product in block) / run.shards * run.master_bytes
-    gathered = 2 * max(bytes_of.gathered_bytes(block, recipe) for block in each)
-    at_end = gradients + max(bytes_of.in_backward_bytes(block, recipe, run) for block in each)
-    at_begin = bytes_of.kept_codes(shapes, recipe, run) + saved + gathered
-    return weights + max(at_begin, at_end) + bytes_of.WORKSPACE
+    gathered = 2 * max(memory.gathered_bytes(block, recipe) for block in each)
+    at_end = gradients + max(memory.in_backward_bytes(block, recipe, run) for block in each)
+    at_begin = memory.kept_codes(shapes, recipe, run) + saved + gathered
+    return weights + max(at_begin, at_end) + memory.WORKSPACE
 
 
 def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
@@ -101,7 +100,7 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     timed = blocks if of_blocks else step
     gpu = gpu_of(group)
     time, plain = timed(shapes, recipe, gpu, run), timed(shapes, None, gpu, replace(run, compiled=True))
-    held = blocks_memory(shapes, recipe, run) if of_blocks else bytes_of.memory(shapes, recipe, run).total
+    held = blocks_memory(shapes, recipe, run) if of_blocks else memory.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
     return {
         "ms": time * 1e3,

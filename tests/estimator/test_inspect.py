@@ -9,7 +9,7 @@ from torch import nn
 
 import f8sub
 from f8sub.__main__ import main
-from f8sub.estimator import models as loading
+from f8sub.estimator import models
 from f8sub.estimator.gpus import GPUS
 from f8sub.estimator.models import load
 from tests.models import Transformer
@@ -388,4 +388,4 @@ def test_options_of_estimate(options, words):
 
 
 def test_what_a_model_is_named_by_is_told():
-    assert all(word in loading.FORMS for word in ("config.json", "torchtitan:", "module:function"))
+    assert all(word in models.FORMS for word in ("config.json", "torchtitan:", "module:function"))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import f8sub
 from f8sub.experts import seams
 from f8sub.experts.module import Float8Experts
-from f8sub.kernels.grouped import gemm as products
+from f8sub.kernels.grouped import gemm
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.experts.models import (
@@ -228,9 +228,9 @@ def test_a_forward_that_calls_no_grouped_linear_is_no_float8(compiled):
 def test_a_module_of_transformers_reads_nothing_back(monkeypatch):
     """Forward and backward on the meta device, where reading a value raises; products are those of a GPU there."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(products, "high_precision_rows", lambda x, w, groups: x.new_empty(len(x), w.shape[1]))
+    monkeypatch.setattr(gemm, "high_precision_rows", lambda x, w, groups: x.new_empty(len(x), w.shape[1]))
     monkeypatch.setattr(
-        products,
+        gemm,
         "high_precision_weights",
         lambda dy, x, groups: x.new_empty(len(groups.ends), dy.shape[1], x.shape[1]),
     )

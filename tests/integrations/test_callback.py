@@ -8,9 +8,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import f8sub
-from f8sub.integrations import transformers as callback
+from f8sub.integrations import transformers
 from f8sub.integrations.transformers import Float8Callback
-from f8sub.weights import precompute_scales as hook
+from f8sub.weights import precompute_scales
 from tests.data_sets import gaussian, generator
 
 STEPS = 3
@@ -44,8 +44,8 @@ def test_scales_follow_each_step_whatever_was_trained_before(tmp_path):
         trainer(model, tmp_path, own, Fails()).train()
     training = trainer(model, tmp_path, own)
     with (
-        mock.patch.object(callback, "precompute_scales") as before,
-        mock.patch.object(hook, "precompute_scales") as after,
+        mock.patch.object(transformers, "precompute_scales") as before,
+        mock.patch.object(precompute_scales, "precompute_scales") as after,
     ):
         training.train()
     assert before.call_count == 1

@@ -51,15 +51,15 @@ def _start() -> None:
 @contextlib.contextmanager
 def launched() -> Iterator[list[str]]:
     """Names of the kernels that are launched meanwhile."""
-    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import launch
 
-    names, run = [], launcher.Launch.run
+    names, run = [], launch.Launch.run
 
-    def seen(launch: launcher.Launch) -> None:
+    def seen(launch: launch.Launch) -> None:
         names.append(launch.kernel.fn.__name__)
         run(launch)
 
-    with mock.patch.object(launcher.Launch, "run", seen):
+    with mock.patch.object(launch.Launch, "run", seen):
         yield names
 
 

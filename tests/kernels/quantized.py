@@ -7,8 +7,7 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
+from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale
 from tests.kernels.products import E4M3, E5M2, assert_same_bits
 from tests.selection import long_but
@@ -59,7 +58,7 @@ def same_bits(ours: Operand | None, right: Operand | None) -> None:
 
 def check(x: torch.Tensor, row, col, any_layout: bool = False, device: str = "cpu") -> None:
     """In a rowwise format, a columnwise one, or both."""
-    found = quantize_cuda.quantize(x.to(device), row, col, any_layout)
+    found = cuda.quantize(x.to(device), row, col, any_layout)
     for ours, right in zip(found, reference.quantize(x, row, col, any_layout), strict=True):
         same_bits(ours, right)
 
@@ -78,7 +77,7 @@ def check_priors(name: str, matrices: Iterable[torch.Tensor], device: str = "cpu
                 on_device = past._replace(scale=past.scale.to(device))
                 for row, col in usages_of(name):
                     expected = reference.quantize(x, row, col, prior=past)
-                    found = quantize_cuda.quantize(x.to(device), row, col, prior=on_device)
+                    found = cuda.quantize(x.to(device), row, col, prior=on_device)
                     same_bits(found[0], expected[0])
                     same_bits(found[1], expected[1])
                     torch.testing.assert_close(found[2].cpu(), expected[2], rtol=0, atol=0, equal_nan=True)

@@ -102,7 +102,7 @@ def test_the_second_launch_is_the_first_without_triton(process, words):
 
 
 def other_arguments() -> None:
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
     aligned, odd = (torch.zeros(256 * 256 + 1, dtype=torch.float16)[i:] for i in (0, 1))
@@ -115,7 +115,7 @@ def other_arguments() -> None:
     kernels = []
     for x in matrices:
         for _ in range(2):
-            (each,) = launch.quantization(x, format, None).launches
+            (each,) = quantize_launch.quantization(x, format, None).launches
             each.run()
         (first, _), (second, _) = _taken()
         assert first == second
@@ -124,7 +124,7 @@ def other_arguments() -> None:
     # One that differs in numbers alone does not come to Triton, and is launched with its own numbers.
     by_triton = compiled_by_triton()
     taller = torch.zeros(512, 256, dtype=torch.float16)
-    (each,) = launch.quantization(taller, format, None).launches
+    (each,) = quantize_launch.quantization(taller, format, None).launches
     each.run()
     assert by_triton == [0]
     ((kernel, arguments),) = _taken()
@@ -132,7 +132,7 @@ def other_arguments() -> None:
     assert arguments[0] == each.programs
     assert 512 in [argument for argument in arguments if type(argument) is int]
     whole = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
-    for each in launch.quantization(taller, whole, whole).launches:
+    for each in quantize_launch.quantization(taller, whole, whole).launches:
         each.run()
     assert not {kernel for kernel, _ in _taken()} & set(kernels)
 
@@ -161,13 +161,13 @@ def test_tokens_of_another_number_are_no_other_kernels(process):
 
 def bounded() -> None:
     from f8sub.kernels.triton import launch as launcher
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     launcher._compiled.clear()
     launcher.MOST = 3
     format = Float8Format(torch.float8_e4m3fn, Tile(128, 128))
     for rows in (128, 256, 384, 512, 128):
-        (each,) = launch.quantization(torch.zeros(rows, 128), format, None).launches
+        (each,) = quantize_launch.quantization(torch.zeros(rows, 128), format, None).launches
         each.run()
         assert len(launcher._compiled) <= launcher.MOST
     assert [arguments[0] for _, arguments in _taken()] == [1, 2, 3, 4, 1]
@@ -238,7 +238,7 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
 def prepared(recipe: str) -> None:
     """Each usage, with an amax that is known, columns of codes, and codes transposed."""
     import f8sub
-    from f8sub.kernels import cuda as quantize_cuda
+    from f8sub.kernels import cuda
 
     interpreted.take_any_device()
     spec = f8sub.get_recipe(recipe)
@@ -252,21 +252,21 @@ def prepared(recipe: str) -> None:
         return {"x": x, "amax": x.abs().amax().float().view(1, 1)}
 
     def codes() -> dict[str, torch.Tensor]:
-        made = quantize_cuda.quantize(matrix()["x"], format, None).rowwise
+        made = cuda.quantize(matrix()["x"], format, None).rowwise
         return {"data": made.data, "scale_inv": made.scale_inv}
 
     usages = [(spec.fprop.a, spec.wgrad.b), (spec.fprop.a, None), (None, spec.wgrad.b)]
     for row, col in (pair for pair in usages if any(pair)):
-        assert over_other_tensors(matrix, lambda x, row=row, col=col: quantize_cuda.quantize(x, row, col))
+        assert over_other_tensors(matrix, lambda x, row=row, col=col: cuda.quantize(x, row, col))
         if format.tile.is_whole:
             assert over_other_tensors(
-                with_amax, lambda x, amax, row=row, col=col: quantize_cuda.quantize(x, row, col, amax=amax)
+                with_amax, lambda x, amax, row=row, col=col: cuda.quantize(x, row, col, amax=amax)
             )
     assert over_other_tensors(
         codes,
-        lambda data, scale_inv: quantize_cuda.derive_columnwise(Operand(data, scale_inv, format), columns),
+        lambda data, scale_inv: cuda.derive_columnwise(Operand(data, scale_inv, format), columns),
     )
-    assert over_other_tensors(codes, lambda data, scale_inv: quantize_cuda.transpose(data))
+    assert over_other_tensors(codes, lambda data, scale_inv: cuda.transpose(data))
 
 
 def by_column(scale: torch.Tensor) -> torch.Tensor:
@@ -276,14 +276,14 @@ def by_column(scale: torch.Tensor) -> torch.Tensor:
 
 def products(pair: str, kinds: tuple[str, ...]) -> None:
     """By our kernels for Hopper, of whole matrices, of few rows, and by groups; small ones are made in parts."""
-    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.gemm import blockwise
     from f8sub.kernels.gemm.grouped_gemm_config import Rows
     from f8sub.kernels.grouped import grouped_mm
     from tests.kernels import grouped
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
-    for module in (triton_mm, grouped_mm):
+    for module in (blockwise, grouped_mm):
         module.multiprocessors = lambda device: 132
     formats = grouped.PAIRS[pair]
 
@@ -310,10 +310,10 @@ def products(pair: str, kinds: tuple[str, ...]) -> None:
     if not formats[0].tile.cols == formats[1].tile.cols == ALL:
         for rows in (256, 16):
             shape = rows, 1024, 256
-            config = triton_mm.default_config(shape, 132)
+            config = blockwise.default_config(shape, 132)
             assert over_other_tensors(
                 lambda shape=shape: named(*operands(formats, shape)),
-                lambda config=config, **given: call(triton_mm.multiply, given, torch.bfloat16, config),
+                lambda config=config, **given: call(blockwise.multiply, given, torch.bfloat16, config),
             )
     # With ``TAIL`` 256 rows: scales of 1x128 are copied where rows are no multiple of 16.
     counts = [130, 0, 119]
@@ -366,18 +366,18 @@ def odd(a: Operand) -> Operand:
 
 def copied(codes: bool) -> None:
     """Codes that begin where nothing is loaded from, or scales that lie row by row, which products copy."""
-    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.gemm import blockwise
     from f8sub.kernels.triton import prepared
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
-    triton_mm.multiprocessors = lambda device: 132
+    blockwise.multiprocessors = lambda device: 132
     shape = 256, 384, 256
-    config = triton_mm.default_config(shape, 132)
+    config = blockwise.default_config(shape, 132)
     for data in ("gaussian", "row_outliers", "gaussian"):
         a, b = operands((VECTORS, VECTORS), shape, data)
         a, b = odd(laid_out(a)) if codes else a._replace(scale_inv=a.scale_inv.contiguous()), laid_out(b)
-        triton_mm.multiply(a, b, torch.bfloat16, config)
+        blockwise.multiply(a, b, torch.bfloat16, config)
         ((_, arguments),) = _taken()
         a_codes, b_codes, a_scale, b_scale = (x.base for x in arguments if hasattr(x, "block_shape"))
         assert torch.equal(a_codes.float(), a.data.float())
@@ -395,18 +395,18 @@ def test_products_of_copies_are_worked_out_each_time(fresh_process, codes):
 
 def crowded() -> None:
     """Three kinds that come again and again, between kinds that come once."""
-    from f8sub.kernels import cuda as quantize_cuda
+    from f8sub.kernels import cuda
     from f8sub.kernels.triton import prepared
 
     interpreted.take_any_device()
     prepared.MOST = 3
     again = [torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 256, 384)]
     for x in (*again, *again):
-        quantize_cuda.quantize(x, VECTORS, None)
+        cuda.quantize(x, VECTORS, None)
     kept = dict(prepared._known)
     assert len(kept) == 3
     for rows in range(16, 160, 16):
-        quantize_cuda.quantize(torch.zeros(rows, 256, dtype=torch.bfloat16), VECTORS, None)
+        cuda.quantize(torch.zeros(rows, 256, dtype=torch.bfloat16), VECTORS, None)
         assert len(prepared._once) <= prepared.MOST
     assert prepared._known == kept
 
@@ -417,16 +417,16 @@ def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):
 
 def squared() -> None:
     """A product of a matrix with itself, then of two."""
-    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.gemm import blockwise
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
-    triton_mm.multiprocessors = lambda device: 132
+    blockwise.multiprocessors = lambda device: 132
     shape = 256, 256, 384
-    config = triton_mm.default_config((256, 384, 256), 132)
+    config = blockwise.default_config((256, 384, 256), 132)
     a, b = map(laid_out, operands((VECTORS, VECTORS), shape))
     for right in (a, a, b, b, b, a):
-        triton_mm.multiply(a, right, torch.bfloat16, config)
+        blockwise.multiply(a, right, torch.bfloat16, config)
         ((_, arguments),) = _taken()
         *codes, a_scale, b_scale = (x.base.data_ptr() for x in arguments if hasattr(x, "block_shape"))
         assert codes == [a.data.data_ptr(), right.data.data_ptr()]

@@ -39,12 +39,12 @@ def tiles_of_every_kind() -> torch.Tensor:
 @interpreted
 def test_whole_tiles(name, device):
     """Each usage and both, bitwise; by pairs where there are columns."""
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     x = tiles_of_every_kind()
     for row, col in usages_of(name):
         check(x, row, col, device=device)
-        (launched,) = launch.quantization(x, row, col).launches
+        (launched,) = quantize_launch.quantization(x, row, col).launches
         assert (launched.kernel.fn.__name__ == PAIRED[name]) == (col is not None)
 
 
@@ -53,12 +53,12 @@ def test_whole_tiles(name, device):
 @interpreted
 def test_what_is_not_paired(name, device):
     """Other dtypes, tiles cut at an edge, and matrices that begin within a word: by other kernels, to the same bits."""
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     format, x = FORMATS[name], tiles_of_every_kind().to(device)
     within = x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
     for other in (x.half(), x.float(), x[:250], x[:, :508].contiguous(), within):
-        (launched,) = launch.quantization(other, format, format).launches
+        (launched,) = quantize_launch.quantization(other, format, format).launches
         assert launched.kernel.fn.__name__ not in PAIRED.values()
         check(other.cpu(), format, format, device=device)
 
@@ -67,12 +67,12 @@ def test_what_is_not_paired(name, device):
 @pytest.mark.parametrize("name", PAIRED)
 def test_gpus_that_compare_no_pairs_run_none(monkeypatch, name):
     """Ada, whose ptxas refuses max.s16x2."""
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     format, x = FORMATS[name], torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     for pairs in (True, False):
         monkeypatch.setattr(support, "compares_pairs", lambda device, pairs=pairs: pairs)
-        (launched,) = launch.quantization(x, format, format).launches
+        (launched,) = quantize_launch.quantization(x, format, format).launches
         assert (launched.kernel.fn.__name__ == PAIRED[name]) == pairs
 
 
@@ -90,10 +90,10 @@ def test_which_gpus_compare_pairs(monkeypatch, capability, found):
 @interpreted
 def test_pasts(name, parts, device):
     """Of finite tiles and of all kinds of them; by pairs where there are columns."""
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     x = tiles_of_every_kind()
     check_priors(name, (x[128:, 384:].contiguous(), x[128:, :128].contiguous(), x[:128])[:parts], device)
     for row, col in usages_of(name):
-        plan = launch.quantization(x, row, col, PriorScale(torch.ones(1, 1), 1.0, False))
+        plan = quantize_launch.quantization(x, row, col, PriorScale(torch.ones(1, 1), 1.0, False))
         assert (plan.launches[-1].kernel.fn.__name__ == "cast_pairs_with_prior") == (col is not None)

@@ -5,8 +5,7 @@ import torch
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference, scales
+from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
@@ -51,7 +50,7 @@ def test_data_sets_edge_values_and_elements_that_are_not_finite(name, dtype, dev
     data = [make(data, SMALL, 3, dtype) for data in DATA_SETS]
     for x in (*data, *edge_values(dtype).values(), some, none):
         check(x, format, format, device=device)
-    codes = quantize_cuda.quantize(some.to(device), format, None)[0].data
+    codes = cuda.quantize(some.to(device), format, None)[0].data
     assert codes.float().isnan().sum() == 3
 
 
@@ -67,13 +66,13 @@ def test_shapes_that_tiles_do_not_divide(name, dtype, device):
 @interpreted
 def test_rows_of_any_width(device):
     """A program holds rows of up to 2048 elements; longer ones are read twice."""
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     for cols in (1, 768, 2048, 2064, 4096):
         x = make("lognormal", (5, cols), 5, torch.bfloat16)
         x[1, cols - 1], x[3] = INF, NAN
         for name in ("rowwise", "rowwise-e5m2"):
-            (one,) = launch.quantization(x, FORMATS[name], None).launches
+            (one,) = quantize_launch.quantization(x, FORMATS[name], None).launches
             assert one.kernel.fn.__name__ == ("quantize_whole_rows" if cols <= 2048 else "quantize_rows")
             check(x, FORMATS[name], None, device=device)
 
@@ -97,7 +96,7 @@ def test_every_bfloat16_is_cast_right(dtype):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
     one = PriorScale(torch.ones(1, 1), 0.0, False)
     format = Float8Format(dtype, Tile(ALL, ALL))
-    kinds = reference.quantize, quantize_cuda.quantize
+    kinds = reference.quantize, cuda.quantize
     expected, found = (quantize(x, format, format, prior=one) for quantize in kinds)
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
@@ -121,11 +120,11 @@ def test_scales_of_the_past(name, dtype, device):
 @interpreted
 def test_no_amax_is_looked_for_where_a_past_is_known():
     """Unless it is to cover the amax."""
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import quantize_launch
 
     x, scale, format = make("gaussian", SMALL, 4, torch.bfloat16), torch.ones(1, 1), FORMATS["tensorwise"]
     for covers, known in ((False, False), (False, True), (True, True)):
-        plan = launch.quantization(x, format, format, PriorScale(scale, 0.0, covers, known))
+        plan = quantize_launch.quantization(x, format, format, PriorScale(scale, 0.0, covers, known))
         found = [each.kernel.fn.__name__ for each in plan.launches]
         assert found == ["amax_of_matrix"] * (covers or not known) + ["cast_with_one"]
 
@@ -134,7 +133,7 @@ def staging(device: str = "cpu") -> None:
     for amaxes in ([1.0, 3.0, 2.0], [2.0, INF, 1.0], [NAN], [0.0, 2.0**-149, NAN, 5.0], [-NAN, 7.0]):
         staged, met = torch.zeros(2, device=device).unbind()
         for amax in amaxes:
-            quantize_cuda.stage(torch.full((1, 1), amax, device=device), staged, met)
+            cuda.stage(torch.full((1, 1), amax, device=device), staged, met)
         finite = [amax for amax in amaxes if abs(amax) < INF]
         assert staged.item() == max([0.0, *finite])
         assert met.item() == float(len(finite) < len(amaxes))
@@ -171,7 +170,7 @@ def test_parts_with_known_scales(name, dtype, device):
             spread = reference.spread(scale, format.tile, part.shape, (row, col))
             right = reference.cast(part.to(through), spread, format.dtype)
             out = torch.full((rows, 304), 0xAB, dtype=torch.uint8, device=device)
-            quantize_cuda.cast_into(out, part.to(device), scale.to(device), format, (row, col), through)
+            cuda.cast_into(out, part.to(device), scale.to(device), format, (row, col), through)
             assert (out[:, cols:] == 0xAB).all()
             found = out[:, :cols].cpu().view(format.dtype).float()
             torch.testing.assert_close(found, right.float(), rtol=0, atol=0, equal_nan=True)
@@ -199,19 +198,19 @@ def test_many_parts_at_once(name, device):
     # The first bytes of each memory in its matrix's shape.
     here, there = ([m[: r.numel()].view(r.shape) for m, r in zip(of, right, strict=True)] for of in placed)
     groups = (slice(5), slice(5, None))
-    casts = [(*quantize_cuda.cast_together(given[some], here[some]), some) for some in groups]
+    casts = [(*cuda.cast_together(given[some], here[some]), some) for some in groups]
     for factor, outs in ((1.0, here), (-0.5, there)):
         for part, expected, out in zip(given, right, outs, strict=True):
             part.x.mul_(factor)
             out.fill_(0xAB)
-            quantize_cuda.cast_into(expected, part.x, part.scale, format, part.offset, part.through)
+            cuda.cast_into(expected, part.x, part.scale, format, part.offset, part.through)
         for cast, left, some in casts:
             held = tensors_in_storage(outs[0])
             cast(outs[some][0].view(-1))
             assert tensors_in_storage(outs[0]) == held
             for number in left:
                 part, out = given[some][number], outs[some][number]
-                quantize_cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
+                cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
         for expected, out in zip(right, outs, strict=True):
             assert torch.equal(out, expected)
 
@@ -219,7 +218,7 @@ def test_many_parts_at_once(name, device):
 @interpreted
 def test_scales_of_vectors_are_laid_out_as_the_gemm_reads_them():
     x, format = gaussian((48, 400), generator(8)), FORMATS["1x128"]
-    for operand in quantize_cuda.quantize(x, format, format)[:2]:
+    for operand in cuda.quantize(x, format, format)[:2]:
         assert operand.scale_inv.stride() == (1, operand.data.shape[0])
         given = block_scales.vectors(operand)
         assert given.untyped_storage().data_ptr() == operand.scale_inv.untyped_storage().data_ptr()

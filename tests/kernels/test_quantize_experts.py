@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from f8sub.formats import Float8Format, Tile
-from f8sub.kernels import cuda as quantize_cuda
+from f8sub.kernels import cuda
 from f8sub.kernels.grouped import weights as specification
 from f8sub.kernels.grouped import weights_cuda
 from f8sub.kernels.grouped.weights import ExpertWeights
@@ -65,7 +65,7 @@ def test_all_experts_rows_as_one_matrix(device):
     w = weights((3, 144, 80), torch.bfloat16)
     whole = GROUP_FORMATS["tensorwise"]
     flat = Float8Format(whole.dtype, Tile(144, -1), whole.scale_rule)
-    made = quantize_cuda.quantize(w.view(-1, 80).to(device), flat, None).rowwise
+    made = cuda.quantize(w.view(-1, 80).to(device), flat, None).rowwise
     right = specification.quantize(w, whole)
     assert_same_bytes("codes", made.data, right.data.reshape(-1, 80))
     assert_same_bytes("scales", made.scale_inv, right.scale_inv.reshape(3, 1))

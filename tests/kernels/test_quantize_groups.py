@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from f8sub import Float8Format, ScaleRule, Tile
-from f8sub.kernels.grouped import tokens as specification
-from f8sub.kernels.grouped import tokens_cuda
+from f8sub.kernels.grouped import tokens, tokens_cuda
 from f8sub.kernels.grouped.groups import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import interpreted, launched
@@ -61,7 +60,7 @@ def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, d
             assert codes is None
             continue
         starts = {"contracted": contracted, "multiple": multiple if contracted else 1}
-        right = specification.quantize(x, groups, format, **starts)
+        right = tokens.quantize(x, groups, format, **starts)
         assert codes.groups.rows == right.groups.rows
         assert codes.groups.first.tolist() == right.groups.first.tolist()
         assert codes.groups.ends.tolist() == right.groups.ends.tolist()
@@ -136,13 +135,12 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
     from unittest import mock
 
     from f8sub.kernels.grouped import weights, weights_cuda
-    from f8sub.kernels.triton import expert_launch, prepared
-    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
+    from f8sub.kernels.triton import expert_launch, prepared, quantize_grouped_launch
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
     for ahead in (1, 3 * 128 * 256 * 2, 2**30):
         with (
-            mock.patch.multiple(grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
+            mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
             mock.patch.multiple(expert_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
             mock.patch.dict(prepared._known, clear=True),
             launched() as names,
@@ -169,7 +167,7 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
     """Every strip is read once and cast once, after all of its group were read; and a turn knows where its strip is."""
     from unittest import mock
 
-    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
+    from f8sub.kernels.triton import quantize_grouped_launch
 
     rng, edge = random.Random(ahead), 128
     for _ in range(6):
@@ -177,7 +175,7 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
         groups, format = groups_of(counts), GROUP_FORMATS["tensorwise"]
         x = torch.empty(groups.rows, edge, dtype=torch.bfloat16, device=device)
         limits = {"LEAST_BYTES": 0, "AHEAD_BYTES": ahead * edge * edge * 2}
-        with mock.patch.multiple(grouped_launch, **limits):
+        with mock.patch.multiple(quantize_grouped_launch, **limits):
             made = tokens_cuda.launches(x, groups.ends.to(device), format, format, edge)
         made.results[-1].fill_(-1)
         made.launches[0].run()
@@ -206,12 +204,11 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
 def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
     from unittest import mock
 
-    from f8sub.kernels.triton import prepared
-    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
+    from f8sub.kernels.triton import prepared, quantize_grouped_launch
 
     groups = groups_of(COUNTS["ragged"])
     with (
-        mock.patch.object(grouped_launch, "LEAST_BYTES", 0),
+        mock.patch.object(quantize_grouped_launch, "LEAST_BYTES", 0),
         mock.patch.dict(prepared._known, clear=True),
         launched() as names,
     ):

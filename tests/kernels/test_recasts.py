@@ -7,8 +7,7 @@ import torch
 
 from f8sub import Float8Format
 from f8sub.formats import Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
+from f8sub.kernels import cuda, reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.kernels.triton import support
 from tests.data_sets import generator, make
@@ -57,7 +56,7 @@ def test_every_code_under_many_scales(name, device):
         rowwise = Operand(codes[rows].contiguous().view(format.dtype), some, format)
         right = reference.derive_columnwise(rowwise, format)
         on_device = rowwise._replace(data=rowwise.data.to(device), scale_inv=some.to(device))
-        found = quantize_cuda.derive_columnwise(on_device, format)
+        found = cuda.derive_columnwise(on_device, format)
         assert_same_bits(found._replace(data=found.data.cpu(), scale_inv=found.scale_inv.cpu()), right)
 
 
@@ -67,7 +66,7 @@ def test_which_kernels_derive_columns_without_a_matrix_of_values(name):
     """Torch's operators do nothing."""
     rowwise = rowwise_of(FORMATS[name])
     with mock.patch.multiple(reference, dequantize=None, transposed=None), launched() as found:
-        quantize_cuda.derive_columnwise(rowwise, FORMATS[name])
+        cuda.derive_columnwise(rowwise, FORMATS[name])
     by_lines = ["amax_of_code_columns", "recast_by_lines"]
     by_tile = {support.ROWWISE: by_lines, support.VECTOR: ["recast_by_vectors"]}
     assert found == by_tile.get(FORMATS[name].tile, ["transpose_codes"])
@@ -81,5 +80,5 @@ def test_codes_that_begin_within_a_word():
     memory = torch.empty(rowwise.data.numel() + 1, dtype=torch.uint8)[1:].view(format.dtype)
     codes = memory.view(rowwise.data.shape).copy_(rowwise.data)
     right = reference.derive_columnwise(rowwise, format)
-    assert_same_bits(quantize_cuda.derive_columnwise(rowwise._replace(data=codes), format), right)
-    assert_same_bits(right._replace(data=quantize_cuda.transpose(codes)), right)
+    assert_same_bits(cuda.derive_columnwise(rowwise._replace(data=codes), format), right)
+    assert_same_bits(right._replace(data=cuda.transpose(codes)), right)

@@ -6,8 +6,7 @@ import torch
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
-from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
-from f8sub.kernels.triton import support
+from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.kernels.triton.multi_tensor_launch import Matrix
 from tests.data_sets import edge_values, generator, make
 from tests.kernels.interpreted import interpreted
@@ -63,8 +62,8 @@ def many_matrices(seed: int, device: str) -> tuple[list[Matrix], list[torch.Tens
 def test_amaxes_of_all_tiles_and_dtypes(seed, device):
     """Twice by the same launches, which read what there is when they run."""
     matrices, expected, table = many_matrices(seed, device)
-    assert all(shard_amaxes.takes(matrix, table.device) for matrix in matrices)
-    launches = shard_amaxes.amaxes(matrices, table)
+    assert all(multi_tensor_launch.takes(matrix, table.device) for matrix in matrices)
+    launches = multi_tensor_launch.amaxes(matrices, table)
     assert [launch.arguments["ALIGNED"] for launch in launches] == [True, False]
     there = 2.0**-10
     table.fill_(there)
@@ -85,7 +84,9 @@ def test_amaxes_of_edge_values(device):
     for dtype in DTYPES:
         for data in edge_values(dtype).values():
             table = torch.zeros(len(data), device=device)
-            (launch,) = shard_amaxes.amaxes([Matrix(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table)
+            (launch,) = multi_tensor_launch.amaxes(
+                [Matrix(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table
+            )
             launch.run()
             assert torch.equal(table.cpu()[:, None], shard_amax(data, ROW, (0, 0)))
 
@@ -118,8 +119,8 @@ def test_scales_of_many_amaxes(device):
                 right = scales_or_nan(amax.to(through).float(), format, before)
                 found = [torch.full(amax.shape, 7.0, device=device) for _ in range(2)]
                 given = before and before._replace(scale=before.scale.to(device))
-                assert shard_amaxes.takes_amaxes(found[0], format, through)
-                shard_amaxes.scales(amax.to(device), given, *found, format, through).run()
+                assert multi_tensor_launch.takes_amaxes(found[0], format, through)
+                multi_tensor_launch.scales(amax.to(device), given, *found, format, through).run()
                 for ours, expected in zip(found, (right.scale, right.scale_inv), strict=True):
                     torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -130,16 +131,16 @@ def test_what_no_launch_takes():
     others = [(data, Tile(*edges)) for edges in ((1, 32), (32, 32), (ALL, 1), (128, ALL))]
     others += [(matrix, WHOLE) for matrix in (data.t(), data.double(), data[:0])]
     for matrix, tile in others:
-        assert not shard_amaxes.takes(Matrix(matrix, tile, (0, 0), 0, 4), device)
-    assert not shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta"))
+        assert not multi_tensor_launch.takes(Matrix(matrix, tile, (0, 0), 0, 4), device)
+    assert not multi_tensor_launch.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta"))
     for format in (Float8Format(E4M3, WHOLE, ScaleRule.E8M0), Float8Format(E2M1, WHOLE)):
-        assert not shard_amaxes.takes_amaxes(torch.zeros(4), format, torch.bfloat16)
-    assert not shard_amaxes.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64)
+        assert not multi_tensor_launch.takes_amaxes(torch.zeros(4), format, torch.bfloat16)
+    assert not multi_tensor_launch.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64)
 
 
 def test_the_cpu_has_none():
     data = torch.zeros(64, 128)
     assert not support.takes(data)
-    assert not shard_amaxes.takes(Matrix(data, WHOLE, (0, 0), 0, 1), data.device)
-    assert not shard_amaxes.takes_amaxes(data, FORMATS[0], torch.float32)
-    assert shard_amaxes.amaxes([], data) == []
+    assert not multi_tensor_launch.takes(Matrix(data, WHOLE, (0, 0), 0, 1), data.device)
+    assert not multi_tensor_launch.takes_amaxes(data, FORMATS[0], torch.float32)
+    assert multi_tensor_launch.amaxes([], data) == []

@@ -83,12 +83,12 @@ def test_what_triton_lacks_is_told_of_all_kernels(monkeypatch):
 @pytest.fixture
 def hopper(monkeypatch):
     """A device that is an H200 by name."""
-    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.gemm import blockwise
     from f8sub.kernels.triton import support
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    caches = support.why_no_triton, triton_mm.why_not_device
+    caches = support.why_no_triton, blockwise.why_not_device
     for cache in caches:
         cache.cache_clear()
     yield torch.device("cuda", 0)
@@ -97,16 +97,16 @@ def hopper(monkeypatch):
 
 
 def test_devices_have_no_kernels_of_what_a_version_lacks(hopper, monkeypatch):
-    from f8sub.kernels.gemm import blockwise as triton_mm
+    from f8sub.kernels.gemm import blockwise
     from f8sub.kernels.triton import support, triton_compat
 
     assert support.why_no_triton(hopper) is None
-    assert triton_mm.why_not_device(hopper) is None
+    assert blockwise.why_not_device(hopper) is None
     support.why_no_triton.cache_clear()
-    triton_mm.why_not_device.cache_clear()
+    blockwise.why_not_device.cache_clear()
     monkeypatch.setitem(triton_compat._missing, "triton.experimental", ["a.name"])
     assert support.why_no_triton(hopper) is None
-    says(triton_mm.why_not_device(hopper), "a.name")
+    says(blockwise.why_not_device(hopper), "a.name")
     support.why_no_triton.cache_clear()
     monkeypatch.setitem(triton_compat._missing, "triton", ["another.name"])
     says(support.why_no_triton(hopper), "another.name")

@@ -10,8 +10,7 @@ from f8sub import Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import Operand
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import blockwise as triton_mm
-from f8sub.kernels.gemm import measured, select
-from f8sub.kernels.gemm import tuning as gemm_table
+from f8sub.kernels.gemm import measured, select, tuning
 from tests.budgets import excess
 from tests.data_sets import DTYPES, generator, row_outliers
 from tests.kernels.interpreted import interpreted, needs_triton
@@ -19,7 +18,7 @@ from tests.kernels.products import BLOCK, E4M3, LARGE, OUR_PAIRS, ROW, TENSOR, V
 from tests.selection import long_but
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-MEASURED = gemm_table.FOLDER
+MEASURED = tuning.FOLDER
 VECTOR_OF_2 = Float8Format(E4M3, Tile(1, 128), ScaleRule.POWER_OF_2)
 PAIRS = OUR_PAIRS | {
     "1x128-128x128": (VECTOR_OF_2, BLOCK),
@@ -97,8 +96,8 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
-    caches = (gemm_table.of, triton_mm.why_not_device, measured._winner, triton_mm._config)
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    caches = (tuning.of, triton_mm.why_not_device, measured._winner, triton_mm._config)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path
@@ -151,7 +150,7 @@ def test_the_faster_one_of_each_shape_is_taken(hopper):
     assert triton_mm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
     assert "no measurement" in str(measured.why_not(SPEC.a, VECTOR, CUDA))
     # Where cuBLASLt always won, it is what is shown.
-    gemm_table.of.cache_clear()
+    tuning.of.cache_clear()
     measure(hopper, (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}), (WIDE, {"scaled_mm": 1120.0}))
     assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
     reason = str(measured.why_not(SPEC.a, SPEC.b, CUDA))
@@ -160,7 +159,7 @@ def test_the_faster_one_of_each_shape_is_taken(hopper):
 
 @needs_triton
 def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
-    monkeypatch.setattr(gemm_table, "FOLDER", MEASURED)
+    monkeypatch.setattr(tuning, "FOLDER", MEASURED)
     blockwise, gridquant = f8sub.get_recipe("blockwise"), f8sub.get_recipe("gridquant")
     ours = blockwise.fprop, blockwise.dgrad, gridquant.fprop, gridquant.dgrad, gridquant.wgrad
     assert {select.select_gemm(spec, CUDA) for spec in ours} == {"measured"}

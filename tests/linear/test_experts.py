@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8sub
-from f8sub.kernels.grouped import gemm as products
-from f8sub.kernels.grouped import matmul_ops as nodes
+from f8sub.kernels.grouped import gemm, matmul_ops
 from tests.experts.test_checkpoints import (
     ENDS,
     Experts,
@@ -43,8 +42,8 @@ on_each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICI
 def test_what_a_policy_saves_is_not_multiplied_again(monkeypatch, policy, recipe):
     """Backward multiplies for dx alone: it reads the first product, whose result is saved, and not the second."""
     counted: list[int] = []
-    multiply = products.multiply_rows
-    monkeypatch.setattr(products, "multiply_rows", lambda *args: (counted.append(1), multiply(*args))[1])
+    multiply = gemm.multiply_rows
+    monkeypatch.setattr(gemm, "multiply_rows", lambda *args: (counted.append(1), multiply(*args))[1])
 
     def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = checkpoint(model, x, use_reentrant=False, context_fn=policy)
@@ -59,8 +58,8 @@ def test_what_a_policy_saves_is_not_multiplied_again(monkeypatch, policy, recipe
 def test_without_a_policy_both_are_multiplied_again(monkeypatch):
     """But for the last, which backward does not read."""
     counted: list[int] = []
-    multiply = nodes.rows
-    monkeypatch.setattr(nodes, "rows", lambda *args: (counted.append(1), multiply(*args))[1])
+    multiply = matmul_ops.rows
+    monkeypatch.setattr(matmul_ops, "rows", lambda *args: (counted.append(1), multiply(*args))[1])
     model = converted(Experts)
     y = checkpoint(model, torch.randn(int(ENDS[-1]), K, requires_grad=True), use_reentrant=False)
     counted.clear()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.linear import shared_input as shared_inputs
+from f8sub.linear import shared_input
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.layers import on_each_recipe
@@ -51,7 +51,7 @@ def casts_of_x(run) -> int:
 @pytest.fixture(autouse=True)
 def no_scope_is_left_behind():
     yield
-    assert shared_inputs._scopes.stack == []
+    assert shared_input._scopes.stack == []
 
 
 def casts_of(recipe: str) -> int:
@@ -88,7 +88,7 @@ def test_nothing_is_kept_after_the_forward(recipe):
     x = x_of()
     x_alive = weakref.ref(x)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(shared_inputs, "quantize", spy_on(shared_inputs.quantize))
+        patch.setattr(shared_input, "quantize", spy_on(shared_input.quantize))
         model(x)
     del x
     gc.collect()
@@ -184,10 +184,10 @@ def test_a_forward_that_raises_leaves_no_x_behind(error, scopes):
     for _ in range(3):
         with pytest.raises(error, match="stop"):
             model(x)
-    left = len(shared_inputs._scopes.stack)
+    left = len(shared_input._scopes.stack)
     del x
     gc.collect()
-    shared_inputs._scopes.stack.clear()
+    shared_input._scopes.stack.clear()
     assert alive() is None
     assert left == scopes
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import block_scales
-from f8sub.kernels.gemm import tuning as gemm_table
+from f8sub.kernels.gemm import block_scales, tuning
 from tests.kernels.interpreted import needs_triton
 
 
@@ -40,24 +39,24 @@ def test_what_it_writes_is_what_is_looked_up(tune, monkeypatch, tmp_path):
     }
     shape = (8192, 4096, 14336)
     row = tune.product("1x128 x 1x128", shape, figures, [config])
-    monkeypatch.setattr(gemm_table, "FOLDER", tmp_path)
-    gemm_table.of.cache_clear()
-    gemm_table.file_of("Some GPU").write_text(json.dumps({"products": [row]}))
-    (found,) = gemm_table.of("Some GPU", *tune.PAIRS["1x128 x 1x128"])
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    tuning.of.cache_clear()
+    tuning.file_of("Some GPU").write_text(json.dumps({"products": [row]}))
+    (found,) = tuning.of("Some GPU", *tune.PAIRS["1x128 x 1x128"])
     assert found.rates == {"scaled_mm": 900.0, "triton": 1000.0}
     assert found.winner == "triton"
     assert found.config == dataclasses.asdict(config)
-    assert gemm_table.of("Some GPU", *tune.PAIRS["256x256 x 256x256"]) == ()
-    gemm_table.of.cache_clear()
+    assert tuning.of("Some GPU", *tune.PAIRS["256x256 x 256x256"]) == ()
+    tuning.of.cache_clear()
 
 
 def test_measurements_in_the_package_can_be_read():
     """Of every GPU: winners and tiles are what the backends take."""
-    for path in gemm_table.FOLDER.glob("*.json"):
+    for path in tuning.FOLDER.glob("*.json"):
         document = json.loads(path.read_text())
-        assert gemm_table.file_of(document["gpu"]) == path
+        assert tuning.file_of(document["gpu"]) == path
         assert document["products"]
         for row in document["products"]:
-            measured = gemm_table.Measured(tuple(row["shape"]), row["rates"], row["config"])
+            measured = tuning.Measured(tuple(row["shape"]), row["rates"], row["config"])
             assert measured.winner in ("scaled_mm", "triton")
             assert (row["config"] is None) == ("triton" not in row["rates"])

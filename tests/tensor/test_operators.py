@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import f8sub
 from f8sub import ALL, Float8Format, Float8Tensor, ScaleRule, Tile
 from f8sub.kernels.gemm import scaled_mm
-from f8sub.tensor import aten_ops as operators
+from f8sub.tensor import aten_ops
 from f8sub.tensor.float8_tensor import ANY_OTHER, OPS
 from tests.budgets import excess
 from tests.counting import Float8Work
@@ -74,8 +74,8 @@ def test_every_operator_of_the_table_has_its_row_here():
 @pytest.fixture(autouse=True)
 def told(monkeypatch) -> set[str]:
     """The operators that were warned about, none at first."""
-    monkeypatch.setattr(operators, "_told", set())
-    return operators._told
+    monkeypatch.setattr(aten_ops, "_told", set())
+    return aten_ops._told
 
 
 def test_a_plain_tensor_copies_from_it(told):

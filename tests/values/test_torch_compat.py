@@ -116,11 +116,11 @@ def test_attributes_are_looked_at_for_each_class():
 
 
 def test_a_backend_that_is_not_known_is_not_taken(unseen, monkeypatch):
-    from f8sub.kernels.grouped import gemm as products
+    from f8sub.kernels.grouped import gemm
 
     monkeypatch.delattr(torch, "_scaled_grouped_mm")
     row = f8sub.get_recipe("rowwise").fprop.a
-    assert products._why_not_scaled(row, row, torch.device("cuda")) == (
+    assert gemm._why_not_scaled(row, row, torch.device("cuda")) == (
         f"is not known of torch {torch.__version__}: torch._scaled_grouped_mm is missing"
     )
     require(CONVERSION)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.weights import non_finite as held_weights
+from f8sub.weights import non_finite
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights
 
@@ -56,12 +56,12 @@ def test_a_bad_element_of_a_weight_that_is_not_sharded(recipe, value, primary):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("rows", [2, held_weights.FEW // 32])
+@pytest.mark.parametrize("rows", [2, non_finite.FEW // 32])
 def test_amaxes_of_few_and_of_many_elements(rows, value, dtype):
     weights = [gaussian((rows + i, 64), generator(i)).to(dtype) for i in range(3)]
     weights[1][-1, 5] = value
     weights.insert(1, torch.empty(0, 64, dtype=dtype))
-    found = held_weights.weight_amaxes(weights)
+    found = non_finite.weight_amaxes(weights)
     expected = [
         each.double().abs().max() if each.numel() else torch.zeros((), dtype=torch.double) for each in weights
     ]
@@ -71,9 +71,9 @@ def test_amaxes_of_few_and_of_many_elements(rows, value, dtype):
 
 def test_a_weight_that_does_not_change_is_looked_at_once(monkeypatch):
     looked = []
-    amaxes = held_weights.weight_amaxes
+    amaxes = non_finite.weight_amaxes
     monkeypatch.setattr(
-        held_weights, "weight_amaxes", lambda weights: looked.append(len(weights)) or amaxes(weights)
+        non_finite, "weight_amaxes", lambda weights: looked.append(len(weights)) or amaxes(weights)
     )
     model = stack()
     for _ in range(3):
@@ -90,8 +90,8 @@ def test_nothing_is_told_nor_looked_at_while_a_graph_is_captured(monkeypatch):
     spoil(model.layers[1].weight, torch.nan)
     assert error_of(model) == ""
     with monkeypatch.context() as captured:
-        captured.setattr(held_weights, "is_capturing", lambda tensor: True)
-        captured.setattr(held_weights.HostCopy, "read", lambda copy: pytest.fail("the host waits"))
-        captured.setattr(held_weights, "weight_amaxes", lambda weights: pytest.fail("weights are looked at"))
+        captured.setattr(non_finite, "is_capturing", lambda tensor: True)
+        captured.setattr(non_finite.HostCopy, "read", lambda copy: pytest.fail("the host waits"))
+        captured.setattr(non_finite, "weight_amaxes", lambda weights: pytest.fail("weights are looked at"))
         assert [error_of(model) for _ in range(2)] == ["", ""]
     assert "layers.1 (" in error_of(model)

@@ -9,7 +9,7 @@ import importlib.util
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels.gemm import tuning as gemm_table
+from f8sub.kernels.gemm import tuning
 from f8sub.kernels.gemm.block_scales import BLOCK, whole_blocks
 from f8sub.kernels.gemm.tuning import Config
 from f8sub.kernels.triton import support
@@ -58,7 +58,7 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
     columns a tile are not few enough. Source: reasoning, see ``table`` for what was measured.
     """
     rows, depth, cols = shape
-    if rows > gemm_table.FEW_ROWS:
+    if rows > tuning.FEW_ROWS:
         return Config(128, 256, stages=4, persistent=True, group=16)
     wide = next((edge for edge in (128, 64, 32) if cols >= edge * multiprocessors * 3 // 4), 32)
     tiles, blocks = -(-cols // wide), -(-depth // BLOCK)
@@ -70,7 +70,7 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
 def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]) -> Config:
     found = None
     if device.type == "cuda":
-        found = gemm_table.nearest(torch.cuda.get_device_name(device), a, b, shape)
+        found = tuning.nearest(torch.cuda.get_device_name(device), a, b, shape)
     if found is None or found.config is None:
         return default_config(shape, multiprocessors(device))
     return Config(**found.config)

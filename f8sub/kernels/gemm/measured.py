@@ -8,21 +8,19 @@ import functools
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.gemm import blockwise as triton_mm
-from f8sub.kernels.gemm import scaled_mm
-from f8sub.kernels.gemm import tuning as gemm_table
+from f8sub.kernels.gemm import blockwise, scaled_mm, tuning
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     """See ``select.Backend``."""
     for name, reason in (
-        ("triton", triton_mm.why_not(a, b, device)),
+        ("triton", blockwise.why_not(a, b, device)),
         ("scaled_mm", scaled_mm.why_not(a, b, device)),
     ):
         if reason is not None:
             return f"has to have both others, and {name} {reason}"
     gpu = torch.cuda.get_device_name(device)
-    found = gemm_table.of(gpu, a, b)
+    found = tuning.of(gpu, a, b)
     if not found:
         return f"has no measurement of {a} by {b} on {gpu}; scripts/tune_gemm.py makes them"
     if all(measured.winner == "scaled_mm" for measured in found):
@@ -34,7 +32,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     """See ``select.Backend``."""
     shape = (*a.data.shape, b.data.shape[0])
     if _winner(a.format, b.format, a.data.device, shape) == "triton":
-        return triton_mm.gemm_nt(a, b, out_dtype, fast_accum)
+        return blockwise.gemm_nt(a, b, out_dtype, fast_accum)
     return scaled_mm.gemm_nt(a, b, out_dtype, fast_accum)
 
 
@@ -42,5 +40,5 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 def _winner(
     a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]
 ) -> str | None:
-    found = gemm_table.nearest(torch.cuda.get_device_name(device), a, b, shape)
+    found = tuning.nearest(torch.cuda.get_device_name(device), a, b, shape)
     return None if found is None else found.winner

@@ -11,8 +11,7 @@ import torch
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
-from f8sub.kernels.gemm import blockwise as triton_mm
-from f8sub.kernels.gemm import measured, scaled_mm
+from f8sub.kernels.gemm import blockwise, measured, scaled_mm
 from f8sub.kernels.triton import support
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
@@ -45,7 +44,7 @@ GEMM = {
     SCALED_MM: Backend(
         scaled_mm.why_not, scaled_mm.gemm_nt, lambda device: device.type == "cpu", scaled_mm.is_traceable
     ),
-    "triton": Backend(triton_mm.why_not, triton_mm.gemm_nt),
+    "triton": Backend(blockwise.why_not, blockwise.gemm_nt),
     # It multiplies everything; ``torch.compile`` would unroll its partial sums.
     REFERENCE: Backend(lambda a, b, device: None, reference.gemm_nt, takes_any_layout=lambda device: True),
 }

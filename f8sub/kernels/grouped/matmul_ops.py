@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.grouped import gemm as products
+from f8sub.kernels.grouped import gemm
 from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.seen_as_one import seen_as_one
 from f8sub.kernels.grouped.tokens import Tokens
@@ -25,7 +25,7 @@ def rows(
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(products.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
+        multiply = functools.partial(gemm.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
@@ -41,7 +41,7 @@ def weights(
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        return products.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
+        return gemm.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
     lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
@@ -52,7 +52,7 @@ def weights(
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``products.high_precision_rows``."""
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(products.high_precision_rows, x, w, groups)
+        multiply = functools.partial(gemm.high_precision_rows, x, w, groups)
         return seen_as_one(multiply, x, w, groups.ends)
     found: torch.Tensor = plain_rows_as_one_node(x, w, groups.first, groups.ends)
     return found
@@ -61,7 +61,7 @@ def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> tor
 def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``products.high_precision_weights``."""
     if not torch.compiler.is_compiling():
-        return products.high_precision_weights(dy, x, groups)
+        return gemm.high_precision_weights(dy, x, groups)
     found: torch.Tensor = _plain_weights_as_one_node(dy, x, groups.first, groups.ends)
     return found
 
@@ -80,7 +80,7 @@ def _rows(
     left, right, backend = how.split()
     tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
     experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
-    return products.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
+    return gemm.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
 
 
 def _fake_rows(a: list[torch.Tensor], b: list[torch.Tensor], *rest: Any) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _weights(
         Tokens(codes, scale, Float8Format.parse(name), Groups(first, ends, codes.shape[1]), True)
         for (codes, scale), name, (first, ends) in zip((a, b), formats, (lie[:2], lie[2:4]), strict=True)
     )
-    found = products.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
+    found = gemm.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
     return found.contiguous()
 
 
@@ -116,13 +116,13 @@ def _fake_weights(
 
 
 def _plain_rows(x: torch.Tensor, w: torch.Tensor, first: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    return products.high_precision_rows(x, w, Groups(first, ends, x.shape[0])).contiguous()
+    return gemm.high_precision_rows(x, w, Groups(first, ends, x.shape[0])).contiguous()
 
 
 def _plain_weights(
     dy: torch.Tensor, x: torch.Tensor, first: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    return products.high_precision_weights(dy, x, Groups(first, ends, dy.shape[0])).contiguous()
+    return gemm.high_precision_weights(dy, x, Groups(first, ends, dy.shape[0])).contiguous()
 
 
 rows_as_one_node = operator(_rows, "grouped_rows", _fake_rows)

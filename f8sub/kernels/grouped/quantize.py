@@ -3,8 +3,7 @@
 import torch
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.grouped import quantize_ops as nodes
-from f8sub.kernels.grouped import tokens_cuda, weights_cuda
+from f8sub.kernels.grouped import quantize_ops, tokens_cuda, weights_cuda
 from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.tokens import Tokens
 from f8sub.kernels.grouped.weights import ExpertWeights, seen_transposed
@@ -34,14 +33,14 @@ def quantize_both(
     if rowwise is None and columnwise is None:
         return None, None
     if torch.compiler.is_compiling():
-        return nodes.quantized_groups(x, groups, rowwise, columnwise, multiple)
+        return quantize_ops.quantized_groups(x, groups, rowwise, columnwise, multiple)
     return tokens_cuda.quantize(x, groups, rowwise, columnwise, multiple)
 
 
 def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
     """Rowwise codes of all experts: ``weights.quantize``. One node in compiled code."""
     if torch.compiler.is_compiling():
-        codes, scale_inv = nodes.quantize_experts(w, format.name)
+        codes, scale_inv = quantize_ops.quantize_experts(w, format.name)
         return ExpertWeights(codes, scale_inv, format)
     return weights_cuda.quantize(w, format)
 
@@ -55,7 +54,9 @@ def derive_columnwise_of_experts(
     """
     if torch.compiler.is_compiling():
         data, scale_inv, own = rowwise
-        codes, scales = nodes.derive_columnwise_of_experts(data, scale_inv, after, own.name, format.name)
+        codes, scales = quantize_ops.derive_columnwise_of_experts(
+            data, scale_inv, after, own.name, format.name
+        )
         return ExpertWeights(codes, scales, format)
     return weights_cuda.derive_columnwise(rowwise, format)
 

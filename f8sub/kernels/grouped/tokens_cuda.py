@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels.grouped import tokens as specification
+from f8sub.kernels import cuda
+from f8sub.kernels.grouped import tokens
 from f8sub.kernels.grouped.groups import Groups, aligned_rows, start_of_groups
 from f8sub.kernels.grouped.tokens import Tokens, empty_scale_inv
 from f8sub.kernels.triton import support
@@ -46,14 +46,14 @@ def quantize(
         return quantize(x, groups, rowwise, None)[0], quantize(x, groups, None, columnwise, multiple)[1]
     if not _takes(x, groups, rowwise, columnwise, multiple):
         return (
-            None if rowwise is None else specification.quantize(x, groups, rowwise, contracted=False),
+            None if rowwise is None else tokens.quantize(x, groups, rowwise, contracted=False),
             None
             if columnwise is None
-            else specification.quantize(x, groups, columnwise, contracted=True, multiple=multiple),
+            else tokens.quantize(x, groups, columnwise, contracted=True, multiple=multiple),
         )
     if columnwise is None and rowwise is not None and rowwise.tile in (ROWWISE, VECTOR):
         # No tile knows of a group.
-        made = quantize_cuda.quantize(x, rowwise, None).rowwise
+        made = cuda.quantize(x, rowwise, None).rowwise
         return (None if made is None else Tokens(made.data, made.scale_inv, rowwise, groups, False)), None
     from f8sub.kernels.triton import prepared
 
@@ -105,9 +105,9 @@ def launches(
         data = x.new_empty((x.shape[1], laid.rows), dtype=columnwise.dtype)
         col = Operand(data, empty_scale_inv(x, columnwise, laid, contracted=True), columnwise)
     where = (laid.first, laid.ends) if is_laid_out else None
-    from f8sub.kernels.triton import quantize_grouped_launch as grouped_launch
+    from f8sub.kernels.triton import quantize_grouped_launch
 
-    return grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where)
+    return quantize_grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where)
 
 
 def _takes(

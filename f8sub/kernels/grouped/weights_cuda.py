@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels.grouped import tokens_cuda
-from f8sub.kernels.grouped import weights as specification
+from f8sub.kernels import cuda
+from f8sub.kernels.grouped import tokens_cuda, weights
 from f8sub.kernels.grouped.groups import Groups
 from f8sub.kernels.grouped.weights import ExpertWeights, empty_codes
 from f8sub.kernels.triton import support
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 def quantize(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
     """``weights.quantize``; goes there for what no kernel takes. Experts may have any stride."""
     if w.dtype not in HIGH_PRECISION or not support.takes(w) or tokens_cuda.why_no_kernel(format):
-        return specification.quantize(w, format)
+        return weights.quantize(w, format)
     count, rows, cols = w.shape
     tile = format.tile
     if tile.is_whole or (tile.rows == tile.cols and tile.rows % EDGE == 0):
@@ -41,7 +40,7 @@ def quantize(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
         codes, _ = tokens_cuda.quantize(flat, one, format, None)
         found = None if codes is None else (codes.data, codes.scale_inv)
     else:
-        operand = quantize_cuda.quantize(flat, format, None).rowwise
+        operand = cuda.quantize(flat, format, None).rowwise
         found = None if operand is None else (operand.data, operand.scale_inv)
     if found is None:
         raise RuntimeError("quantize returned no rowwise codes for a rowwise format")
@@ -53,7 +52,7 @@ def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWei
     """``weights.derive_columnwise``; goes there for what no kernel takes. Kernels make contiguous codes."""
     codes, scale_inv, own = rowwise
     if not (support.takes(codes) and derives(rowwise, format)):
-        return specification.derive_columnwise(rowwise, format)
+        return weights.derive_columnwise(rowwise, format)
     from f8sub.kernels.triton import prepared
 
     given = rowwise._replace(scale_inv=scale_inv.contiguous())

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import Float8Format, Operand
-from f8sub.kernels.triton import quantize as casts
-from f8sub.kernels.triton import quantize_one_pass as in_turn
+from f8sub.kernels.triton import quantize, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.quantize_grouped_launch import AHEAD_BYTES, LEAST_BYTES
@@ -53,7 +52,7 @@ def quantization(w: torch.Tensor, made: Operand) -> Made:
         "EDGE": edge,
     }
     options = {**WARPS_8, "maxnreg": REGISTERS}
-    launches = [over(w, (edge, edge), casts.quantize_squares, arguments, options, SQUARE)]
+    launches = [over(w, (edge, edge), quantize.quantize_squares, arguments, options, SQUARE)]
     return Made(launches, made[:2], ())
 
 
@@ -93,8 +92,8 @@ def _one_scale(w: torch.Tensor, made: Operand) -> Made:
         "CAST": cast_to(made.format),
     }
     launches = [
-        Launch(casts.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
-        Launch(casts.cast_bands, programs, {"x_ptr": w, **make, **block}, WARPS_8),
+        Launch(quantize.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
+        Launch(quantize.cast_bands, programs, {"x_ptr": w, **make, **block}, WARPS_8),
     ]
     return Made(launches, made[:2], (bits,))
 
@@ -120,5 +119,5 @@ def _one_scale_in_turn(w: torch.Tensor, made: Operand) -> Made:
         "WHOLE": size % IN_TURN == 0,
     }
     programs = 2 * count * cdiv(size, IN_TURN)
-    launches = [Launch(in_turn.quantize_bands_in_turn, programs, arguments, WARPS_4)]
+    launches = [Launch(quantize_one_pass.quantize_bands_in_turn, programs, arguments, WARPS_4)]
     return Made(launches, made[:2], (bits,))

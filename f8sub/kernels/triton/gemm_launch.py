@@ -10,8 +10,7 @@ from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.gemm.tuning import Config
-from f8sub.kernels.triton import gemm
-from f8sub.kernels.triton import gemm_sm90 as hopper
+from f8sub.kernels.triton import gemm, gemm_sm90
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.quantize_launch import cdiv
 from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor, gl
@@ -54,7 +53,9 @@ def multiplication(
     tiles = cdiv(rows, config.rows) * cdiv(cols, config.cols)
     if config.persistent:
         arguments |= REGISTERS
-        return [Launch(hopper.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})], out
+        return [
+            Launch(gemm_sm90.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})
+        ], out
     options = {"num_warps": config.warps, "num_stages": config.stages}
     launches = [Launch(gemm.multiply, tiles * config.parts, arguments, options)]
     if config.parts > 1:

@@ -9,8 +9,7 @@ from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
-from f8sub.kernels.triton import grouped_gemm
-from f8sub.kernels.triton import grouped_gemm_sm90 as grouped_hopper
+from f8sub.kernels.triton import grouped_gemm, grouped_gemm_sm90
 from f8sub.kernels.triton.gemm_launch import REGISTERS, layout
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.quantize_launch import cdiv
@@ -162,7 +161,7 @@ def _multiplication(
     is_fast = fast_accum and arguments["A"].edge == arguments["B"].edge == 0
     arguments |= {"CONFIG": config, "OVER_ROWS": over_rows, "FAST": is_fast}
     if config.persistent:
-        kernel = grouped_hopper.multiply_groups_persistently
+        kernel = grouped_gemm_sm90.multiply_groups_persistently
         return Launch(kernel, min(tiles, programs), arguments | REGISTERS, {"num_warps": 4})
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return Launch(grouped_gemm.multiply_groups, tiles, arguments, options)

@@ -96,8 +96,7 @@ def scales(
     written. All are float32, contiguous and of one size.
     """
     from f8sub.kernels.triton import launch as launcher
-    from f8sub.kernels.triton import multi_tensor as tables
-    from f8sub.kernels.triton import quantize_launch as launch
+    from f8sub.kernels.triton import multi_tensor, quantize_launch
 
     arguments = {
         "amax_ptr": amax,
@@ -105,18 +104,17 @@ def scales(
         "scale_ptr": scale,
         "scale_inv_ptr": scale_inv,
         "SIZE": amax.numel(),
-        "CAST": launch.cast_to(format),
-        "THROUGH": launch.INPUTS[through],
+        "CAST": quantize_launch.cast_to(format),
+        "THROUGH": quantize_launch.INPUTS[through],
         "HEADROOM": 1.0 if prior is None else 2.0**prior.margin,
         "BLOCK": SCALES,
     }
-    programs = launch.cdiv(amax.numel(), SCALES)
-    return launcher.Launch(tables.scales_of_many, programs, arguments, {"num_warps": 4})
+    programs = quantize_launch.cdiv(amax.numel(), SCALES)
+    return launcher.Launch(multi_tensor.scales_of_many, programs, arguments, {"num_warps": 4})
 
 
 def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Launch":
-    from f8sub.kernels.triton import launch as launcher
-    from f8sub.kernels.triton import multi_tensor as tables
+    from f8sub.kernels.triton import launch, multi_tensor
 
     rows: list[int] = []
     counts: list[int] = []
@@ -136,7 +134,7 @@ def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Laun
         "PART": EDGE,
         "ALIGNED": aligned,
     }
-    return launcher.Launch(tables.amaxes_of_many, sum(counts), arguments, {"num_warps": 4})
+    return launch.Launch(multi_tensor.amaxes_of_many, sum(counts), arguments, {"num_warps": 4})
 
 
 def _fields(matrix: Matrix) -> tuple[list[int], int]:

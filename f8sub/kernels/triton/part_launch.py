@@ -8,9 +8,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format
 from f8sub.host_copy import sent_to
-from f8sub.kernels.triton import quantize as casts
-from f8sub.kernels.triton import quantize_launch as launch
-from f8sub.kernels.triton import support
+from f8sub.kernels.triton import quantize, quantize_launch, support
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.parts import Part
 from f8sub.kernels.triton.support import ALIGNMENT, EDGE
@@ -32,7 +30,7 @@ def part_cast(part: Part, out: torch.Tensor) -> Launch:
         "first_col": part.offset[1],
         **_of_tiles(part.format, part.through),
     }
-    return launch.over(part.x, PART, casts.cast_part, arguments, launch.WARPS_8)
+    return quantize_launch.over(part.x, PART, quantize.cast_part, arguments, quantize_launch.WARPS_8)
 
 
 class Parts:
@@ -83,19 +81,19 @@ def _of_many(placed: Sequence[tuple[Part, int]], aligned: bool, whole: bool) -> 
         (height, width), scale = part.x.shape, part.scale
         rows += [part.x.data_ptr(), sum(programs), height, width, out_offset, part.out_stride]
         rows += [scale.data_ptr(), scale.stride(0), *part.offset]
-        programs.append(launch.cdiv(height, PART[0]) * launch.cdiv(width, PART[1]))
+        programs.append(quantize_launch.cdiv(height, PART[0]) * quantize_launch.cdiv(width, PART[1]))
     part, device = placed[0][0], placed[0][0].x.device
     counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
     of_program = torch.arange(len(placed), dtype=torch.int32, device="cpu").repeat_interleave(counts)
     arguments = {
         "parts_ptr": sent_to(device, rows),
         "part_of_program_ptr": sent_to(device, of_program),
-        "ELEMENT": launch.INPUTS[part.x.dtype],
+        "ELEMENT": quantize_launch.INPUTS[part.x.dtype],
         "ALIGNED": aligned,
         "TILE": Shape(*PART, whole),
         **_of_tiles(part.format, part.through),
     }
-    return Launch(casts.cast_parts, sum(programs), arguments, launch.WARPS_8)
+    return Launch(quantize.cast_parts, sum(programs), arguments, quantize_launch.WARPS_8)
 
 
 def _of_tiles(format: Float8Format, through: torch.dtype) -> dict[str, Any]:
@@ -103,6 +101,6 @@ def _of_tiles(format: Float8Format, through: torch.dtype) -> dict[str, Any]:
     return {
         "TILE_ROWS": rows,
         "TILE_COLS": cols,
-        "CAST": launch.cast_to(format),
-        "THROUGH": launch.INPUTS[through],
+        "CAST": quantize_launch.cast_to(format),
+        "THROUGH": quantize_launch.INPUTS[through],
     }

@@ -5,9 +5,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Operand, Tile
-from f8sub.kernels.triton import quantize_bf16x2 as paired_casts
-from f8sub.kernels.triton import quantize_grouped as grouped_casts
-from f8sub.kernels.triton import quantize_one_pass as in_turn
+from f8sub.kernels.triton import quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.prepared import Made
 from f8sub.kernels.triton.quantize_launch import (
@@ -122,7 +120,7 @@ def quantization(
     elif tile == VECTOR:
         launches.append(_vectors(filled))
     elif tile == EXPONENT_VECTOR:
-        launches.append(covering(grouped_casts.quantize_group_exponents, filled, CAST, WARPS_4))
+        launches.append(covering(quantize_grouped.quantize_group_exponents, filled, CAST, WARPS_4))
     else:
         launches.append(_squares(filled))
     results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
@@ -145,7 +143,9 @@ def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_turn: boo
 
 def _in_turn(filled: dict[str, Any], is_whole: bool) -> Launch:
     """Amaxes and casts in one launch."""
-    kernel = in_turn.quantize_groups_in_turn if is_whole else in_turn.quantize_lines_in_turn
+    kernel = (
+        quantize_one_pass.quantize_groups_in_turn if is_whole else quantize_one_pass.quantize_lines_in_turn
+    )
     programs = 2 * filled["TURNS"] * (filled["EDGE"] // EDGE) * (filled["N"] // EDGE)
     options = {**WARPS_4, "maxnreg": TURN_REGISTERS}
     return Launch(kernel, programs, {**filled, "TILE": shape_of(*SQUARE, True)}, options)
@@ -172,8 +172,8 @@ def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tens
 def _one_scale(filled: dict[str, Any]) -> list[Launch]:
     make = {**filled, "amax_ptr": filled["amax_ptr"].view(torch.float32)}
     return [
-        covering(grouped_casts.amax_of_groups, filled, AMAX, WARPS_8),
-        covering(grouped_casts.cast_groups_with_one, make, SQUARE, WARPS_8),
+        covering(quantize_grouped.amax_of_groups, filled, AMAX, WARPS_8),
+        covering(quantize_grouped.cast_groups_with_one, make, SQUARE, WARPS_8),
     ]
 
 
@@ -183,16 +183,16 @@ def _lines(filled: dict[str, Any]) -> list[Launch]:
         make[name] = None if filled[name] is None else filled[name].view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
     return [
-        covering(grouped_casts.amax_of_group_lines, find, LINES, WARPS_4, area),
-        covering(grouped_casts.cast_group_lines, make, CAST, WARPS_4),
+        covering(quantize_grouped.amax_of_group_lines, find, LINES, WARPS_4, area),
+        covering(quantize_grouped.cast_group_lines, make, CAST, WARPS_4),
     ]
 
 
 def _vectors(filled: dict[str, Any]) -> Launch:
     if is_paired(filled["x_ptr"], EDGE, filled["M"]):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return covering(paired_casts.quantize_paired_vectors, filled, SQUARE, options)
-    return covering(grouped_casts.quantize_group_vectors, filled, CAST, WARPS_4, SQUARE)
+        return covering(quantize_bf16x2.quantize_paired_vectors, filled, SQUARE, options)
+    return covering(quantize_grouped.quantize_group_vectors, filled, CAST, WARPS_4, SQUARE)
 
 
 def _squares(filled: dict[str, Any]) -> Launch:
@@ -203,7 +203,7 @@ def _squares(filled: dict[str, Any]) -> Launch:
         and is_paired(filled["x_ptr"], edge, filled["M"])
     ):
         return covering(
-            paired_casts.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
+            quantize_bf16x2.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
         )
     options = {**WARPS_8, "maxnreg": REGISTERS}
-    return covering(grouped_casts.quantize_group_squares, filled, SQUARE, options, (edge, edge))
+    return covering(quantize_grouped.quantize_group_squares, filled, SQUARE, options, (edge, edge))

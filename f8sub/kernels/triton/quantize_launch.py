@@ -10,16 +10,10 @@ from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import (
-    quantize as casts,
-)
-from f8sub.kernels.triton import (
-    quantize_bf16x2 as paired_casts,
-)
-from f8sub.kernels.triton import (
+    quantize,
+    quantize_bf16x2,
     support,
-)
-from f8sub.kernels.triton import (
-    transpose as recasts,
+    transpose,
 )
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.prepared import Made
@@ -146,7 +140,7 @@ def quantization(
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
     """How to take an amax into staged ones: ``quantize_cuda.stage``."""
     arguments = {"amax_ptr": amax, "staged_ptr": staged, "met_ptr": met}
-    return Launch(casts.stage_amax, 1, arguments, {"num_warps": 1})
+    return Launch(quantize.stage_amax, 1, arguments, {"num_warps": 1})
 
 
 def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
@@ -175,14 +169,14 @@ def deriving(rowwise: Operand, col: Operand) -> tuple[list[Launch], tuple[torch.
     }
     if format.tile == VECTOR:
         arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
-        return [over(codes, SQUARE, recasts.recast_by_vectors, arguments, WARPS_8)], ()
+        return [over(codes, SQUARE, transpose.recast_by_vectors, arguments, WARPS_8)], ()
     amax = torch.zeros(codes.numel() // codes.shape[-2], dtype=torch.int32, device=codes.device)
     find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
     arguments["col_amax_ptr"] = amax.view(torch.float32)
     area = CODE_LINES[0] * CODE_LINES_READ["STEPS"], CODE_LINES[1]
     launches = [
-        over(codes, area, recasts.amax_of_code_columns, find, WARPS_4, CODE_LINES),
-        over(codes, SQUARE, recasts.recast_by_lines, arguments, WARPS_8),
+        over(codes, area, transpose.amax_of_code_columns, find, WARPS_4, CODE_LINES),
+        over(codes, SQUARE, transpose.recast_by_lines, arguments, WARPS_8),
     ]
     return launches, (amax,)
 
@@ -205,7 +199,7 @@ def transposition(
         "out_scale_inv_ptr": out_scale_inv,
         "EDGE": None if edge == ALL else edge,
     }
-    return over(codes, SQUARE, recasts.transpose_codes, arguments, WARPS_8)
+    return over(codes, SQUARE, transpose.transpose_codes, arguments, WARPS_8)
 
 
 def transposed(codes: torch.Tensor) -> Made:
@@ -303,7 +297,7 @@ def _one_scale(
             "BLOCK": ELEMENTS,
             "WHOLE": x.numel() % ELEMENTS == 0,
         }
-        launches.append(Launch(casts.amax_of_matrix, cdiv(x.numel(), ELEMENTS), find, WARPS_8))
+        launches.append(Launch(quantize.amax_of_matrix, cdiv(x.numel(), ELEMENTS), find, WARPS_8))
         amax = bits.view(torch.float32)
     arguments = {
         **filled,
@@ -314,7 +308,7 @@ def _one_scale(
         "COVERS": prior is not None and prior.covers,
     }
     paired = prior is not None and filled["col_ptr"] is not None and is_paired(x, EDGE)
-    kernel = paired_casts.cast_pairs_with_prior if paired else casts.cast_with_one
+    kernel = quantize_bf16x2.cast_pairs_with_prior if paired else quantize.cast_with_one
     launches.append(over(x, SQUARE, kernel, arguments, WARPS_8))
     scratch = () if bits is None or prior is not None else (bits,)
     return launches, None if largest is None else largest.view(torch.float32), scratch
@@ -324,10 +318,10 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
     rows, cols = x.shape
     if filled["col_ptr"] is None and cols <= ROW_PART:
         along = max(1 << (cols - 1).bit_length(), 16)
-        return [over(x, (WHOLE_ROWS // along, along), casts.quantize_whole_rows, filled, WARPS_4)], ()
+        return [over(x, (WHOLE_ROWS // along, along), quantize.quantize_whole_rows, filled, WARPS_4)], ()
     if filled["col_ptr"] is None:
         arguments = {**filled, "N": cols, "PART": ROW_PART, "WHOLE": cols % ROW_PART == 0}
-        return [Launch(casts.quantize_rows, rows, arguments, WARPS_8)], ()
+        return [Launch(quantize.quantize_rows, rows, arguments, WARPS_8)], ()
     # One allocation; the amaxes of the columns begin at a multiple of 16 bytes.
     counts = [0 if filled["row_ptr"] is None else rows + -rows % 4, cols + -cols % 4]
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
@@ -338,8 +332,8 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
     launches = [
-        over(x, area, casts.amax_of_lines, find, WARPS_4, LINES),
-        over(x, CAST_LINES, casts.cast_with_lines, make, WARPS_4),
+        over(x, area, quantize.amax_of_lines, find, WARPS_4, LINES),
+        over(x, CAST_LINES, quantize.cast_with_lines, make, WARPS_4),
     ]
     return launches, (scratch,)
 
@@ -348,19 +342,19 @@ def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0]}
     if filled["col_ptr"] is None:
         # Reading ahead pays where nothing is transposed in shared memory.
-        rows_only = over(x, SQUARE, casts.quantize_vectors, {**filled, "STAGES": 3}, WARPS_8)
+        rows_only = over(x, SQUARE, quantize.quantize_vectors, {**filled, "STAGES": 3}, WARPS_8)
         return rows_only._replace(programs=min(rows_only.programs, AT_A_TIME))
     if is_paired(x, EDGE):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        return over(x, SQUARE, paired_casts.quantize_paired_vectors, filled, options)
+        return over(x, SQUARE, quantize_bf16x2.quantize_paired_vectors, filled, options)
     tile, options = (CROSSING_ROWS, EDGE), {"num_warps": CROSSING_WARPS}
-    return over(x, SQUARE, casts.quantize_crossing_vectors, filled, options, tile)
+    return over(x, SQUARE, quantize.quantize_crossing_vectors, filled, options, tile)
 
 
 def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
     filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None}
     if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
-        return over(x, (edge, edge), paired_casts.quantize_paired_squares, filled, WARPS_8, tile)
+        return over(x, (edge, edge), quantize_bf16x2.quantize_paired_squares, filled, WARPS_8, tile)
     options = {**WARPS_8, "maxnreg": REGISTERS}
-    return over(x, (edge, edge), casts.quantize_squares, filled, options, SQUARE)
+    return over(x, (edge, edge), quantize.quantize_squares, filled, options, SQUARE)

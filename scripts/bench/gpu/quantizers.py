@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format, Operand
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels import reference
+from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale
 from scripts.bench import formats
 from scripts.bench.formats import USAGES
@@ -69,7 +68,7 @@ class Bench:
 def benches(device: torch.device, compiled: bool) -> list[Bench]:
     """The copy first, then every quantizer, then what it is compared with."""
     found = [Bench("copy", torch.clone, None, 4.0)]
-    modules = (quantize_cuda.quantize, reference.quantize)
+    modules = (cuda.quantize, reference.quantize)
     for name, format in FORMATS.items():
         for usage, (row, col) in USAGES.items():
             formats = format if row else None, format if col else None
@@ -88,7 +87,7 @@ def benches(device: torch.device, compiled: bool) -> list[Bench]:
         found.append(Bench(name, ours, right, 4.0))
     for name, moved in DERIVED.items():
         format = FORMATS[name]
-        ours, right = derivation_of(quantize_cuda, format), derivation_of(reference, format)
+        ours, right = derivation_of(cuda, format), derivation_of(reference, format)
         found.append(Bench(f"columns of {name} codes", ours, right, moved, name))
         if compiled:
             right = torch.compile(right)
@@ -137,7 +136,7 @@ def measure(shape: tuple[int, ...], session: Session) -> dict[str, dict]:
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     sets = [torch.randn(shape, device=device).bfloat16() for _ in range(SETS)]
-    given = {name: [quantize_cuda.quantize(x, FORMATS[name], None)[0] for x in sets] for name in DERIVED}
+    given = {name: [cuda.quantize(x, FORMATS[name], None)[0] for x in sets] for name in DERIVED}
     given["x"] = sets
     given.update({f"shards {name}": [shards.Shards(x, FORMATS[name]) for x in sets] for name in TABLES})
     chosen = benches(device, compiled=on_gpu)

@@ -6,8 +6,7 @@ import torch
 
 from f8sub import Float8Format, Operand
 from f8sub.kernels import scales
-from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
-from f8sub.kernels.triton import support
+from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.kernels.triton.multi_tensor_launch import Matrix
 
 COUNT = 28
@@ -30,10 +29,10 @@ class Shards:
             for weight, start, (_, cols) in zip(self.weights, starts, shapes, strict=True)
         ]
         self.launches = []
-        if all(shard_amaxes.takes(matrix, x.device) for matrix in matrices):
+        if all(multi_tensor_launch.takes(matrix, x.device) for matrix in matrices):
             written = self.scale, self.scale_inv
-            scales = shard_amaxes.scales(self.amax, None, *written, format, torch.bfloat16)
-            self.launches = [*shard_amaxes.amaxes(matrices, self.amax), scales]
+            scales = multi_tensor_launch.scales(self.amax, None, *written, format, torch.bfloat16)
+            self.launches = [*multi_tensor_launch.amaxes(matrices, self.amax), scales]
 
     @property
     def table(self) -> tuple[Operand]:

@@ -12,7 +12,7 @@ import torchtitan.train
 from torchtitan.config import ConfigManager
 from torchtitan.models.llama3 import config_registry, model_registry
 
-from f8sub.integrations.torchtitan import configs as float8_configs
+from f8sub.integrations.torchtitan import configs
 from tests.integrations.torchtitan.configs import for_cpus
 
 
@@ -30,7 +30,7 @@ class OnCpus(ConfigManager):
         return for_cpus(super().parse_args(*args))
 
 
-config_registry.model_registry = float8_configs.model_registry = small
+config_registry.model_registry = configs.model_registry = small
 torchtitan.train.ConfigManager = OnCpus
 
 if __name__ == "__main__":

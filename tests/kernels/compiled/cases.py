@@ -48,15 +48,14 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import part_launch
-        from f8sub.kernels.triton import quantize_launch as launch
+        from f8sub.kernels.triton import part_launch, quantize_launch
         from f8sub.kernels.triton.parts import Part
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         if self.name == "amaxes of many":
             return launches_over_tables(x)
         if self.name == "transpose":
-            return [launch.transposition(x, x.new_empty(x.shape[::-1]))]
+            return [quantize_launch.transposition(x, x.new_empty(x.shape[::-1]))]
         if self.name.startswith(OF_GROUPS):
             return launches_over_groups(x, self.name.removeprefix(OF_GROUPS), USAGES[self.usages])
         if self.name.startswith(OF_EXPERTS):
@@ -68,7 +67,7 @@ class Case:
         row, col = (format if is_made else None for is_made in USAGES[self.usages])
         if what in ("transpose", "recast"):
             codes = Operand(x.to(format.dtype), empty_scale_inv(x, format, *x.shape), format)
-            return launch.derivation(codes, format)[0]
+            return quantize_launch.derivation(codes, format)[0]
         if what == "part":
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
@@ -78,8 +77,8 @@ class Case:
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
-            return launch.quantization(x, row, col, past).launches
-        return launch.quantization(x, row, col).launches
+            return quantize_launch.quantization(x, row, col, past).launches
+        return quantize_launch.quantization(x, row, col).launches
 
 
 def ways(format: str, whole: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int], str]]:
@@ -141,7 +140,7 @@ def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launc
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
-    from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
+    from f8sub.kernels.triton import multi_tensor_launch
     from f8sub.kernels.triton.multi_tensor_launch import Matrix
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
@@ -149,8 +148,8 @@ def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
     pasts = [None, PriorScale(amax, 0.0, covers=True)]
     return [
-        *shard_amaxes.amaxes(matrices, amax),
-        *(shard_amaxes.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
+        *multi_tensor_launch.amaxes(matrices, amax),
+        *(multi_tensor_launch.scales(amax, past, scale, scale_inv, whole, rounded) for past in pasts),
     ]
 
 

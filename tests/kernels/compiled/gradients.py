@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.gradients import triton_launch as launches
+from f8sub.gradients import triton_launch
 from f8sub.gradients.layout import chunk_size, layout_of
 from f8sub.gradients.wire import Source
 from tests.kernels.compiled import compiler
@@ -67,8 +67,8 @@ def launch_of(case: Case, ranks: int = 8) -> Launch:
     if case.kernel == "pack":
         gradient = torch.empty(shape, dtype=dtype).view(-1)
         sources = [Source(gradient, layout.chunks[0].size, gradient.numel())]
-        return launches.pack(sources, layout, 1, wire)[0]
-    return launches.add(wire, layout, 1 / ranks, torch.empty(layout.numel, dtype=dtype))[0]
+        return triton_launch.pack(sources, layout, 1, wire)[0]
+    return triton_launch.add(wire, layout, 1 / ranks, torch.empty(layout.numel, dtype=dtype))[0]
 
 
 def report(case: Case) -> dict[str, Any]:

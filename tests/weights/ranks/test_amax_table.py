@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.kernels.triton import multi_tensor_launch as shard_amaxes
+from f8sub.kernels import cuda
+from f8sub.kernels.triton import multi_tensor_launch
 from tests.data_sets import gaussian, generator
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
@@ -68,10 +68,10 @@ def steps(recipe: str, columns: bool, device: str) -> list[tuple[str, torch.Tens
 
 def differences(recipe: str, columns: bool, device: str) -> tuple[list[str], list[str], int]:
     """Tensors that differ from what torch's operators make, kernels launched, and how often launches were planned."""
-    planned = mock.Mock(wraps=shard_amaxes.amaxes)
-    with interpreted.launched() as launched, mock.patch.object(shard_amaxes, "amaxes", planned):
+    planned = mock.Mock(wraps=multi_tensor_launch.amaxes)
+    with interpreted.launched() as launched, mock.patch.object(multi_tensor_launch, "amaxes", planned):
         found = steps(recipe, columns, device)
-    with mock.patch.object(quantize_cuda.support, "takes", return_value=False):
+    with mock.patch.object(cuda.support, "takes", return_value=False):
         expected = steps(recipe, columns, device)
     wrong = [
         name

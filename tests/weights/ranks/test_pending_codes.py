@@ -14,10 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
-from f8sub.kernels import cuda as quantize_cuda
-from f8sub.weights import cast as weight_cast
-from f8sub.weights import exchange, pending_codes
-from f8sub.weights import precompute_scales as precompute
+from f8sub.kernels import cuda
+from f8sub.weights import cast, exchange, pending_codes, precompute_scales
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.pending_codes import PendingCodes
 from f8sub.weights.shard import Shard
@@ -115,7 +113,7 @@ class Together:
     def __init__(self) -> None:
         self.launches, self.made = [], 0
 
-    def Parts(self, parts: Sequence[quantize_cuda.Part], offsets: Sequence[int]) -> Any:
+    def Parts(self, parts: Sequence[cuda.Part], offsets: Sequence[int]) -> Any:
         """Each is cast as ``cast_into`` does; codes begin at multiples of 16 bytes."""
         self.made += 1
 
@@ -125,7 +123,7 @@ class Together:
                 assert (memory.data_ptr() + offset) % 16 == 0
                 rows, begin = len(part.x), int(memory.storage_offset()) + offset
                 out = torch.as_strided(memory, (rows, part.out_stride), (part.out_stride, 1), begin)
-                quantize_cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
+                cuda.cast_into(out, part.x, part.scale, part.format, part.offset, part.through)
 
         return SimpleNamespace(run=run)
 
@@ -153,10 +151,10 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
     expected = losses()
     with pytest.MonkeyPatch.context() as monkeypatch:
         kernels = Together()
-        monkeypatch.setattr(quantize_cuda, "takes", lambda part: part.x.numel() > 0)
+        monkeypatch.setattr(cuda, "takes", lambda part: part.x.numel() > 0)
         monkeypatch.setattr(f8sub.kernels.triton, "part_launch", kernels, raising=False)
-        monkeypatch.setattr(quantize_cuda.support, "takes", lambda x: False)
-        monkeypatch.setattr(quantize_cuda, "cast_into", reference_into)
+        monkeypatch.setattr(cuda.support, "takes", lambda x: False)
+        monkeypatch.setattr(cuda, "cast_into", reference_into)
         assert losses() == expected
     is_launched = aligned or rank == 0
     assert (kernels.launches, kernels.made) == (([3, 3, 3], 1) if is_launched else ([], 0))
@@ -164,8 +162,8 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
 
 
 def reference_into(out, x, scale, format, offset, through) -> None:
-    spread = quantize_cuda.reference.spread(scale, format.tile, x.shape, offset)
-    codes = quantize_cuda.reference.codes_as_stored(x.to(through), spread, format)
+    spread = cuda.reference.spread(scale, format.tile, x.shape, offset)
+    codes = cuda.reference.codes_as_stored(x.to(through), spread, format)
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
@@ -184,7 +182,7 @@ class Recorder:
             cast_into(pending, outs)
 
         with pytest.MonkeyPatch.context() as monkeypatch:
-            for module in (exchange, precompute):
+            for module in (exchange, precompute_scales):
                 monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
             monkeypatch.setattr(pending_codes, "cast_into", recorded)
             yield
@@ -244,7 +242,7 @@ def test_codes_of_an_unsharded_weight_are_not_kept_in_a_graph(recipe, monkeypatc
     layer(x)
     kept = layer.weight.cell.cast
     assert kept is not None
-    monkeypatch.setattr(weight_cast, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(cast, "is_capturing", lambda tensor: True)
     y = layer(x)
     assert layer.weight.cell.cast is None
     y.backward(gaussian((8, 48), generator(2)))

@@ -22,10 +22,10 @@ import torch
 
 import f8sub
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
-from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
+from f8sub.kernels.grouped import gemm as grouped_gemm
 from f8sub.kernels.grouped.gemm import GROUPED
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import Groups
 from scripts.bench.gpu.expert_steps import LIES, Lie
 from scripts.bench.gpu.experts import SHAPES, Problem, Product
 from scripts.bench.timing import by_graph, in_turns, machine, summary
@@ -46,16 +46,16 @@ SECONDS = 120
 SETS = 2
 
 
-def configs(spec: Any, over_rows: bool) -> list[Config]:
+def configs(spec: Any, over_rows: bool) -> list[GroupedConfig]:
     """Four to eight for a kind of product."""
     tile = spec.b.tile
     passes = (1,) if tile.rows == 1 and tile.cols != ALL else (1, 2) if over_rows else (1, 2, 4)
     persistent = [
-        Config(128, 256, 4, persistent=True, group=group, blocks=blocks)
+        GroupedConfig(128, 256, 4, persistent=True, group=group, blocks=blocks)
         for blocks in passes
         for group in ((16,) if blocks != passes[-1] else (4, 8, 16))
     ]
-    return [*persistent, Config(128, 128, 4), Config(64, 128, 5, warps=4)]
+    return [*persistent, GroupedConfig(128, 128, 4), GroupedConfig(64, 128, 5, warps=4)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Candidate:
 
     recipe: str
     gemm: str
-    config: Config | None
+    config: GroupedConfig | None
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Candidate:
 class InTiles(Product):
     """A product by our kernels in given tiles."""
 
-    def __init__(self, problem: Problem, spec: Any, groups: Groups, config: Config) -> None:
+    def __init__(self, problem: Problem, spec: Any, groups: Groups, config: GroupedConfig) -> None:
         super().__init__(problem, spec, "triton", groups)
         self.config = config
 
@@ -94,11 +94,11 @@ class InTiles(Product):
         rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
         if self.problem.gemm != "wgrad":
             left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
-            return grouped_mm.by_rows(left, right, rows, *how)
+            return grouped_gemm.triton_by_rows(left, right, rows, *how)
         left, right = (
             Operand(t.data, t.scale_inv if t.edge == ALL else t.scale_inv.t(), t.format) for t in (a, b)
         )
-        return grouped_mm.over_rows(left, right, rows, *how)
+        return grouped_gemm.triton_over_rows(left, right, rows, *how)
 
 
 def problem_of(text: str, gemm: str, lie: str) -> Problem:
@@ -142,7 +142,7 @@ def checked_alone(candidate: Candidate) -> float | str:
 def candidates(recipe: str, gemm: str) -> list[Candidate]:
     """Of one GEMM of a recipe."""
     spec = getattr(f8sub.get_recipe(recipe), gemm)
-    found: list[Config | None] = [*configs(spec, gemm == "wgrad")]
+    found: list[GroupedConfig | None] = [*configs(spec, gemm == "wgrad")]
     if GROUPED["scaled_grouped_mm"].why_not(spec.a, spec.b, torch.device("cuda")) is None:
         found.append(None)
     return [Candidate(recipe, gemm, config) for config in found]
@@ -180,7 +180,7 @@ def main() -> None:
     arguments = options.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = f8sub.get_recipe("rowwise").fprop
-    if reason := grouped_mm.why_not(spec.a, spec.b, device):
+    if reason := grouped_gemm.why_not_triton(spec.a, spec.b, device):
         sys.exit(f"the kernels to be measured: triton {reason}")
     gemms = [(recipe, gemm) for recipe in arguments.recipes for gemm in KINDS[recipe]]
     chosen = [candidate for kind in gemms for candidate in candidates(*kind)]

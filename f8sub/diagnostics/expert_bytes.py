@@ -12,7 +12,7 @@ from f8sub.experts.adapters import own_parameter
 from f8sub.experts.module import Float8Experts
 from f8sub.experts.seams import seam_of
 from f8sub.formats import ALL, Float8Format
-from f8sub.kernels.grouped.groups import aligned_rows, start_of_groups
+from f8sub.kernels.grouped.operands import aligned_rows, start_of_groups
 from f8sub.torch_compat import param_dtypes
 
 

@@ -25,9 +25,8 @@ from f8sub.experts.module import Float8Experts
 from f8sub.experts.owners import name_in
 from f8sub.formats import Float8Format, Operand, present
 from f8sub.kernels.grouped.gemm import is_one_by_one, is_one_by_one_format
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.prior_casts import cast_tokens
-from f8sub.kernels.grouped.quantize import quantize_experts
+from f8sub.kernels.grouped.operands import Groups
+from f8sub.kernels.grouped.quantize import cast_tokens, quantize_experts
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, ScaleSource
 from f8sub.recipe import Recipe

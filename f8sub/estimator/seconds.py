@@ -25,7 +25,7 @@ from f8sub.estimator.products import by_expert_seconds, over_tokens_seconds
 from f8sub.estimator.shapes import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import is_one_by_one
-from f8sub.kernels.grouped.weights import stored_format
+from f8sub.kernels.grouped.operands import stored_format
 from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
 from f8sub.recipe import GemmSpec, Recipe
 

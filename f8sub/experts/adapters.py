@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.high_precision import by_groups
+from f8sub.kernels.grouped.gemm import in_high_precision
+from f8sub.kernels.grouped.operands import Groups
 
 MULTIPLE_OF_RANK = 8
 """What torch's grouped product on a GPU wants of every dimension in bfloat16: rows of 16 bytes."""
@@ -49,11 +49,11 @@ class Added(NamedTuple):
         """What it adds to y, (M, rows): x, (M, cols), times each expert's part of it."""
         lhs, rhs, scaling = self.each(lambda factor: factor.to(x.dtype))
         if rhs is None:
-            return by_groups(x, lhs, groups)
+            return in_high_precision(x, lhs, groups)
         missing = -rhs.shape[1] % MULTIPLE_OF_RANK
         lhs = torch.nn.functional.pad(lhs, (0, missing))
         rhs = torch.nn.functional.pad(rhs, (0, 0, 0, missing))
-        return by_groups(by_groups(x, rhs, groups) * scaling, lhs.contiguous(), groups)
+        return in_high_precision(in_high_precision(x, rhs, groups) * scaling, lhs.contiguous(), groups)
 
 
 class Adapted(torch.Tensor):

@@ -13,9 +13,8 @@ from f8sub.experts.adapters import Adapted, own_parameter
 from f8sub.experts.grouped_matmul import Call, GroupedMatmul
 from f8sub.experts.transposed import Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
-from f8sub.kernels.grouped.gemm import GroupedPlan, is_one_by_one
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.high_precision import by_groups
+from f8sub.kernels.grouped.gemm import GroupedPlan, in_high_precision, is_one_by_one
+from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import plan_in_use
 from f8sub.linear.forwards import plan_of, sources_of
@@ -149,7 +148,7 @@ def grouped_linear(
     _check(owner, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        y = by_groups(x, weight.transpose(1, 2) if transposed else weight, groups)
+        y = in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
         for watch in watchers:
             watch(owner, Product(x, weight, groups, None, y))
         return y

@@ -7,18 +7,17 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
 from f8sub.kernels import ops
-from f8sub.kernels.grouped import matmul_ops
+from f8sub.kernels.grouped import ops as grouped_ops
 from f8sub.kernels.grouped.gemm import GroupedPlan
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.prior_casts import cast_tokens, cast_weights
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_format, seen_transposed
 from f8sub.kernels.grouped.quantize import (
     brought_to_rows,
+    cast_tokens,
+    cast_weights,
     derive_columnwise_of_experts,
     quantize_experts,
     rowwise_of_weights,
 )
-from f8sub.kernels.grouped.tokens import Tokens
-from f8sub.kernels.grouped.weights import ExpertWeights, flat_format, seen_transposed
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear.shared_tokens import cast_or_share
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -49,9 +48,9 @@ class GroupedMatmul(torch.autograd.Function):
         a, kept, _ = cast_or_share(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
         x = x.to(dtype)
         if a is None or spec.b is None:
-            y = matmul_ops.high_precision_rows(x, _values(w, call), groups)
+            y = grouped_ops.high_precision_rows(x, _values(w, call), groups)
         else:
-            y = matmul_ops.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
+            y = grouped_ops.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
             saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
@@ -77,16 +76,16 @@ class GroupedMatmul(torch.autograd.Function):
             sources.dy.keep(amax)
         if needs_dx:
             if a is None or d.b is None:
-                dx = matmul_ops.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
+                dx = grouped_ops.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
-                dx = matmul_ops.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
+                dx = grouped_ops.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
         if needs_dw:
             if left is None or g.b is None or plan.wgrad is None:
-                dw = matmul_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
+                dw = grouped_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
             else:
                 data, scale_inv, first, stops = saved
                 right = Tokens(data, scale_inv, g.b, Groups(first, stops, data.shape[1]), True)
-                dw = matmul_ops.weights(plan.wgrad, g, left, right, groups, w.dtype)
+                dw = grouped_ops.weights(plan.wgrad, g, left, right, groups, w.dtype)
             dw = dw.transpose(1, 2) if call.transposed else dw
         return dx, dw, None, None
 

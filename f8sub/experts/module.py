@@ -15,7 +15,7 @@ from f8sub.experts.grouped_matmul import Call, rowwise_of_experts
 from f8sub.experts.seams import Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import GroupedPlan
-from f8sub.kernels.grouped.weights import ExpertWeights, stored_format
+from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
 from f8sub.linear.float8_linear import refuse_compiling
 from f8sub.linear.forwards import sources_of
 from f8sub.weights.conversion import Conversion

@@ -7,7 +7,7 @@ matrix of their own. Where groups lie is read on the host for that.
 import torch
 
 from f8sub.kernels.gemm.select import REFERENCE, Plan
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.scales import CURRENT_SOURCES
 from f8sub.linear.matmul import Float8Matmul
 from f8sub.linear.saved_input import AUTO

@@ -13,8 +13,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
-from f8sub.kernels.triton.parts import Part, takes
-from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, why_no_kernel
+from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, Part, takes_part, why_no_kernel
 from f8sub.torch_compat import is_capturing
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
@@ -51,7 +50,7 @@ def quantize(
         row = cast(Operand, quantize(x, formats[0], None, amax=amax).rowwise)
         col = None if columnwise is None else reference.transposed(row, columnwise, any_layout=True)
         return Quantized(None if rowwise is None else row, col)
-    from f8sub.kernels.triton import expert_launch, prepared, quantize_launch
+    from f8sub.kernels.triton import launch, quantize_grouped_launch, quantize_launch
 
     x = x.contiguous()
     with support.device_of(x):
@@ -60,11 +59,11 @@ def quantize(
             for one in plan.launches:
                 one.run()
             return Quantized(*plan[1:4])
-        tensors = prepared.run(
+        tensors = launch.run(
             (rowwise, columnwise),
             (x, amax),
             lambda: (
-                expert_launch.quantization_in_bands(x, present(rowwise))
+                quantize_grouped_launch.weight_quantization_in_bands(x, present(rowwise))
                 if in_bands
                 else quantize_launch.quantization(x, rowwise, columnwise, None, amax).made
             ),
@@ -103,11 +102,11 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         return cast(Operand, quantize(values, None, columnwise).columnwise)
     if tiles[0].is_transpose_of(tiles[1]):
         rowwise = rowwise._replace(scale_inv=rowwise.scale_inv.contiguous())
-    from f8sub.kernels.triton import prepared, quantize_launch
+    from f8sub.kernels.triton import launch, quantize_launch
 
     kind = rowwise.format, columnwise
     with support.device_of(codes):
-        data, scale_inv = prepared.run(
+        data, scale_inv = launch.run(
             kind, (codes, rowwise.scale_inv), lambda: quantize_launch.derivation(rowwise, columnwise).made
         )
     return Operand(data, scale_inv, columnwise)
@@ -117,10 +116,10 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
     """``torch.t_copy`` of float8 codes."""
     if not support.takes(codes) or not _is_transposed_by_words(codes):
         return torch.t_copy(codes)
-    from f8sub.kernels.triton import prepared, quantize_launch
+    from f8sub.kernels.triton import launch, quantize_launch
 
     with support.device_of(codes):
-        return prepared.run("transposed", (codes,), lambda: quantize_launch.transposed(codes))[0]
+        return launch.run("transposed", (codes,), lambda: quantize_launch.transposed(codes))[0]
 
 
 def cast_into(
@@ -142,11 +141,11 @@ def cast_into(
         through: the dtype that ``x`` is rounded to first.
     """
     part = Part(x.contiguous(), format, through, offset, scale, out.stride(0))
-    if takes(part) and out.stride(-1) == 1:
-        from f8sub.kernels.triton import part_launch
+    if takes_part(part) and out.stride(-1) == 1:
+        from f8sub.kernels.triton import quantize_launch
 
         with support.device_of(x):
-            part_launch.part_cast(part, out[:, : x.shape[1]]).run()
+            quantize_launch.part_cast(part, out[:, : x.shape[1]]).run()
         return
     rounded = x.to(through)
     codes = reference.codes_as_stored(rounded, reference.spread(scale, format.tile, x.shape, offset), format)
@@ -174,13 +173,13 @@ def cast_together(
     taken = {
         number: part
         for number, part in enumerate(parts)
-        if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes(part)
+        if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes_part(part)
     }
     if len(taken) < 2:
         return None, list(range(len(parts)))
-    from f8sub.kernels.triton import part_launch
+    from f8sub.kernels.triton import quantize_launch
 
-    made = part_launch.Parts(list(taken.values()), [offsets[number] for number in taken])
+    made = quantize_launch.Parts(list(taken.values()), [offsets[number] for number in taken])
     return made.run, [number for number in range(len(parts)) if number not in taken]
 
 

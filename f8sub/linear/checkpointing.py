@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from f8sub.errors import unknown
-from f8sub.kernels.grouped.matmul_ops import plain_rows_as_one_node, rows_as_one_node
+from f8sub.kernels.grouped.ops import plain_rows_as_one_node, rows_as_one_node
 from f8sub.torch_compat import reduce_scatter_node
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.prior_casts import CastTokens, cast_tokens
+from f8sub.kernels.grouped.operands import Groups
+from f8sub.kernels.grouped.quantize import CastTokens, cast_tokens
 from f8sub.kernels.scales import LayerSource
 from f8sub.linear.shared_input import events
 from f8sub.torch_compat import saved_tensors_hook

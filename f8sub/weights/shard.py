@@ -10,7 +10,7 @@ from f8sub.formats import Float8Format, present
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
 from f8sub.kernels.triton.multi_tensor_launch import Matrix
-from f8sub.kernels.triton.parts import Part
+from f8sub.kernels.triton.support import Part
 from f8sub.torch_compat import preserve_version_counter
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight, State

@@ -19,8 +19,8 @@ import f8sub
 from f8sub.formats import Operand
 from f8sub.kernels import cuda, ops, scales
 from f8sub.kernels.gemm import blockwise
-from f8sub.kernels.gemm.grouped_gemm_config import Rows
-from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.gemm.tuning import Rows
+from f8sub.kernels.grouped import gemm
 from f8sub.kernels.triton import quantize_launch, support
 from f8sub.kernels.triton.launch import Launch
 from scripts.bench import no_gpu
@@ -79,7 +79,7 @@ def cases() -> dict[str, Callable[[], object]]:
         b.data.expand(GROUPS, -1, -1).contiguous(), b.scale_inv.expand(GROUPS, -1, -1).contiguous(), b.format
     )
     found["multiply by groups, blockwise"] = functools.partial(
-        grouped_mm.by_rows, a, weights, rows, torch.bfloat16, True
+        gemm.triton_by_rows, a, weights, rows, torch.bfloat16, True
     )
     return found
 
@@ -101,7 +101,7 @@ def main() -> None:
     no_gpu.install()
     support.takes = lambda x: x.numel() > 0
     support.device_of = contextlib.nullcontext
-    blockwise.multiprocessors = grouped_mm.multiprocessors = lambda _: MULTIPROCESSORS
+    blockwise.multiprocessors = gemm.multiprocessors = lambda _: MULTIPROCESSORS
     runs = cases()
     for run in (*runs.values(), *runs.values()):  # what is launched again is kept from the second call on
         run()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.kernels.grouped import matmul_ops
+from f8sub.kernels.grouped import ops
 from tests.data_sets import gaussian, generator
 from tests.experts.models import DEEPSEEK, SMALL
 
@@ -61,13 +61,13 @@ def converted(kind: str, recipe: Any, **sizes: int) -> nn.Module:
 def multiplied(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Codes (E, N, K) and scales of the experts' gate and up, and down, that a forward multiplies."""
     found: list[Any] = []
-    rows = matmul_ops.rows
+    rows = ops.rows
 
     def recorded(backend: Any, spec: Any, a: Any, b: Any, *rest: Any) -> torch.Tensor:
         found.append((b.data.clone(), b.scale_inv.clone()))
         return rows(backend, spec, a, b, *rest)
 
-    with mock.patch.object(matmul_ops, "rows", recorded), torch.no_grad():
+    with mock.patch.object(ops, "rows", recorded), torch.no_grad():
         model(torch.arange(8, dtype=torch.int64).view(1, 8))
     return dict(zip(("gate_up", "down"), found, strict=True))
 

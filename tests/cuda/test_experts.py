@@ -6,7 +6,7 @@ import torch
 import f8sub
 from f8sub.experts.adapters import Adapted, Added
 from f8sub.kernels.grouped.gemm import GroupedPlan
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.grouped.quantize import quantize_both
 from tests.data_sets import DTYPES, gaussian, generator
 from tests.experts.ranks import test_exchange

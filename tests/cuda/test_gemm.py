@@ -8,7 +8,7 @@ from f8sub import GemmSpec
 from f8sub.formats import Operand
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.gemm import blockwise, scaled_mm, select
-from f8sub.kernels.triton import prepared
+from f8sub.kernels.triton import launch
 from tests.budgets import excess
 from tests.data_sets import generator, on_each_dtype, row_outliers
 from tests.kernels.products import (
@@ -101,8 +101,8 @@ def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
 
 def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
     """Of the third and fourth call; launches that are worked out anew make the same bits."""
-    monkeypatch.setattr(prepared, "_known", {})
-    monkeypatch.setattr(prepared, "_once", set())
+    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_once", set())
     for lines in ((512, 384), (16, 384)):
         for seed in range(4):
             rng = torch.Generator("cuda").manual_seed(seed)
@@ -110,10 +110,10 @@ def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
             a, b = (cuda.quantize(x, f, None)[0] for x, f in zip(drawn, our_pair, strict=True))
             found = blockwise.gemm_nt(a, b, torch.float32, False)
             with monkeypatch.context() as anew:
-                anew.setattr(prepared, "_known", {})
+                anew.setattr(launch, "_known", {})
                 assert torch.equal(found, blockwise.gemm_nt(a, b, torch.float32, False))
     # Scales of other tiles are copied for the product, whose launches are not kept then.
-    assert None not in prepared._known.values() or not {*our_pair} <= {VECTOR, BLOCK}
+    assert None not in launch._known.values() or not {*our_pair} <= {VECTOR, BLOCK}
 
 
 @pytest.mark.parametrize("depth", [100, 512, 513, 656, 896])

@@ -5,16 +5,16 @@ import torch
 
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
-from f8sub.kernels.grouped import grouped_mm
-from f8sub.kernels.triton import prepared
+from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
+from f8sub.kernels.grouped import gemm
+from f8sub.kernels.triton import launch
 from tests.budgets import excess
 from tests.kernels.grouped import GROUPS, PAIRS, TAIL, ByRows, OverRows, rows_of
 
 CONFIGS = {
-    f"persistent, {blocks} blocks": Config(128, 256, 4, persistent=True, group=16, blocks=blocks)
+    f"persistent, {blocks} blocks": GroupedConfig(128, 256, 4, persistent=True, group=16, blocks=blocks)
     for blocks in (4, 2, 1)
-} | {"128x128": Config(128, 128, 4), "64x128": Config(64, 128, 4, warps=4)}
+} | {"128x128": GroupedConfig(128, 128, 4), "64x128": GroupedConfig(64, 128, 4, warps=4)}
 RECIPES_PAIRS = ["rowwise", "tensorwise e5m2", "1x128 x 128x128"]
 SHAPES = {"whole": (256, 512), "ragged": (400, 144), "one tile": (16, 16)}
 """N and K."""
@@ -28,7 +28,7 @@ on_two_configs = pytest.mark.parametrize("config", [None, CONFIGS["128x128"]], i
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if reason := grouped_mm.why_not(*PAIRS["rowwise"], torch.device("cuda")):
+    if reason := gemm.why_not_triton(*PAIRS["rowwise"], torch.device("cuda")):
         pytest.skip(f"on this CUDA device triton {reason}")
 
 
@@ -36,7 +36,7 @@ def on_gpu(a: Operand) -> Operand:
     return a.of(a.format, *(tensor.cuda() for tensor in a.tensors))
 
 
-def fits(config: Config | None, pair: str) -> None:
+def fits(config: GroupedConfig | None, pair: str) -> None:
     """Columns with scales of their own for each block leave no registers for a longer pass."""
     tile = PAIRS[pair][1].tile
     if config is not None and config.blocks > 1 and tile.rows == 1 and tile.cols != ALL:
@@ -57,17 +57,17 @@ def given_to(case: ByRows | OverRows) -> tuple[Operand, Operand, Rows]:
     return on_gpu(a), on_gpu(b), rows_on_gpu(rows)
 
 
-def by_rows(case: ByRows, dtype: torch.dtype, fast: bool = False, config: Config | None = None):
+def by_rows(case: ByRows, dtype: torch.dtype, fast: bool = False, config: GroupedConfig | None = None):
     given = given_to(case)
     # What the allocator hands out next held NaN.
     torch.full((given[2].total, case.cols), torch.nan, dtype=dtype, device="cuda")
-    return grouped_mm.by_rows(*given, dtype, fast, config)
+    return gemm.triton_by_rows(*given, dtype, fast, config)
 
 
-def over_rows(case: OverRows, dtype: torch.dtype, fast: bool = False, config: Config | None = None):
+def over_rows(case: OverRows, dtype: torch.dtype, fast: bool = False, config: GroupedConfig | None = None):
     given = given_to(case)
     torch.full((len(case.counts), case.cols, case.depth), torch.nan, dtype=dtype, device="cuda")
-    return grouped_mm.over_rows(*given, dtype, fast, config)
+    return gemm.triton_over_rows(*given, dtype, fast, config)
 
 
 def check_rows(case: ByRows, out: torch.Tensor, promoted: int) -> None:
@@ -153,8 +153,8 @@ def test_programs_that_make_many_tiles(pair, config):
     codes = torch.stack([w.data.view(torch.uint8) for w in weights]).view(b_format.dtype)
     b = Operand(codes, torch.stack([w.scale_inv for w in weights]), b_format)
     given = a, b, rows, torch.float32, False, config
-    found = grouped_mm.by_rows(*given)
-    assert torch.equal(found, grouped_mm.by_rows(*given))
+    found = gemm.triton_by_rows(*given)
+    assert torch.equal(found, gemm.triton_by_rows(*given))
     for part, weight, got in zip(parts, weights, found.split(counts), strict=True):
         if part is not None:
             right = reference.gemm_nt(part, weight, torch.float32, False)
@@ -169,13 +169,13 @@ def test_nan_of_a_group_stays_in_it(pair, config):
     rows, sums = ByRows(PAIRS[pair], counts, 272, 400), OverRows(PAIRS[pair], counts, 272, 400)
     a, b, lie = given_to(rows)
     b.data.view(torch.uint8)[1, 5, 7] = 0x7F
-    found = grouped_mm.by_rows(a, b, lie, torch.float32, False, config)
+    found = gemm.triton_by_rows(a, b, lie, torch.float32, False, config)
     expected = torch.zeros(lie.total, 272, dtype=torch.bool)
     expected[130:330, 5] = True
     assert torch.equal(found.isnan().cpu(), expected)
     a, b, lie = given_to(sums)
     a.data.view(torch.uint8)[3, int(lie.first[1]) + 199] = 0x7F
-    found = grouped_mm.over_rows(a, b, lie, torch.float32, False, config)
+    found = gemm.triton_over_rows(a, b, lie, torch.float32, False, config)
     expected = torch.zeros(3, 272, 400, dtype=torch.bool)
     expected[1, 3] = True
     assert torch.equal(found.isnan().cpu(), expected)
@@ -186,7 +186,7 @@ def test_rows_past_the_last_group_are_cleared():
         for last in (0, rows // 2, rows):
             out = torch.full((rows, cols), torch.nan, dtype=torch.bfloat16, device="cuda")
             ends = torch.tensor([0, last], dtype=torch.int32, device="cuda")
-            grouped_mm.clear_past(out, ends)
+            gemm.clear_past(out, ends)
             assert out[:last].isnan().all()
             assert not out[last:].any()
 
@@ -203,9 +203,9 @@ def by_column(a: Operand) -> Operand:
 )
 def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch):
     """Of the third and fourth call; launches that are worked out anew make the same bits."""
-    monkeypatch.setattr(prepared, "_known", {})
-    monkeypatch.setattr(prepared, "_once", set())
-    product = grouped_mm.by_rows if kind is ByRows else grouped_mm.over_rows
+    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_once", set())
+    product = gemm.triton_by_rows if kind is ByRows else gemm.triton_over_rows
     for seed in range(4):
         a, b, rows = given_to(kind(PAIRS[pair], [130, 0, 119], 272, 400))
         a, b = by_column(a), b if kind is ByRows else by_column(b)
@@ -214,10 +214,10 @@ def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch)
             codes ^= 0x80 * torch.randint(0, 2, codes.shape, generator=rng, device="cuda").to(torch.uint8)
         found = product(a, b, rows, torch.float32, False)
         with monkeypatch.context() as anew:
-            anew.setattr(prepared, "_known", {})
+            anew.setattr(launch, "_known", {})
             assert torch.equal(found, product(a, b, rows, torch.float32, False))
-    assert prepared._known
-    assert None not in prepared._known.values()
+    assert launch._known
+    assert None not in launch._known.values()
 
 
 def test_nothing_waits_and_a_graph_replays_other_groups():
@@ -225,7 +225,7 @@ def test_nothing_waits_and_a_graph_replays_other_groups():
     a, b, rows = given_to(case)
 
     def run() -> torch.Tensor:
-        return grouped_mm.by_rows(a, b, rows, torch.float32, False)
+        return gemm.triton_by_rows(a, b, rows, torch.float32, False)
 
     run()
     torch.cuda.synchronize()

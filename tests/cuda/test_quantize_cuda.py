@@ -35,17 +35,17 @@ of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"]
 @pytest.fixture
 def runs(monkeypatch) -> list[str]:
     """Names of the kernels that were launched, and of launches that were known "prepared"."""
-    from f8sub.kernels.triton import launch, prepared
+    from f8sub.kernels.triton import launch
 
     found: list[str] = []
-    run, again = launch.Launch.run, prepared._Prepared.run
+    run, again = launch.Launch.run, launch._Prepared.run
 
     def counted_again(self, given: object) -> object:
         found.append("prepared")
         return again(self, given)
 
-    monkeypatch.setattr(prepared._Prepared, "run", counted_again)
-    monkeypatch.setattr(prepared, "_known", {})
+    monkeypatch.setattr(launch._Prepared, "run", counted_again)
+    monkeypatch.setattr(launch, "_known", {})
 
     def counted(self: launch.Launch) -> None:
         found.append(self.kernel.fn.__name__)

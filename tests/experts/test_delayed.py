@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.prior_casts import cast_tokens
+from f8sub.kernels.grouped.operands import Groups
+from f8sub.kernels.grouped.quantize import cast_tokens
 from f8sub.kernels.scales import PriorScale
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts

@@ -8,14 +8,13 @@ import torch
 import f8sub
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.grouped.gemm import GROUPED, GroupedPlan
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import Groups, derive_columnwise
 from f8sub.kernels.grouped.quantize import (
     derive_columnwise_of_experts,
     quantize_both,
     quantize_experts,
     quantize_tokens,
 )
-from f8sub.kernels.grouped.weights import derive_columnwise
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.experts.oracle import Made, each_expert

@@ -10,9 +10,8 @@ from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noq
 
 
 def by_groups() -> None:
-    from f8sub.kernels.grouped import tokens_cuda, weights_cuda
-    from f8sub.kernels.grouped.groups import Groups
-    from f8sub.kernels.grouped.weights import ExpertWeights
+    from f8sub.kernels.grouped import cuda
+    from f8sub.kernels.grouped.operands import ExpertWeights, Groups
     from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
     take_any_device()
@@ -30,22 +29,20 @@ def by_groups() -> None:
             row, col = format if rowwise else None, format if columnwise else None
             assert over_other_tensors(
                 tokens,
-                lambda x, ends, row=row, col=col: tokens_cuda.quantize(x, Groups.of(ends, 256), row, col, 16),
+                lambda x, ends, row=row, col=col: cuda.quantize_tokens(x, Groups.of(ends, 256), row, col, 16),
             )
         if not format.is_plain:
             continue  # one group of all experts' rows, whose end is no argument
 
         def codes(format: Float8Format = format) -> dict[str, torch.Tensor]:
-            made = weights_cuda.quantize(**matrices(), format=format)
+            made = cuda.quantize_weights(**matrices(), format=format)
             return {"data": made.data, "scale_inv": made.scale_inv}
 
-        over_other_tensors(matrices, lambda w, f=format: weights_cuda.quantize(w, f))
+        over_other_tensors(matrices, lambda w, f=format: cuda.quantize_weights(w, f))
         given = ExpertWeights(**codes(), format=format)
-        assert weights_cuda.derives(given, format) == over_other_tensors(
+        assert cuda.derives(given, format) == over_other_tensors(
             codes,
-            lambda data, scale_inv, f=format: weights_cuda.derive_columnwise(
-                ExpertWeights(data, scale_inv, f), f
-            ),
+            lambda data, scale_inv, f=format: cuda.derive_columnwise(ExpertWeights(data, scale_inv, f), f),
         )
 
 

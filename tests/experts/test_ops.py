@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from f8sub.kernels.grouped import quantize_ops, weights
+from f8sub.kernels.grouped import operands, ops
 from tests.data_sets import gaussian, generator
 from tests.kernels import test_ops as of_kernels
 
@@ -14,18 +14,18 @@ def grouped_quantization(formats, shape, usages=(True, True)):
     names = [format.name if is_made else None for format, is_made in zip(formats, usages, strict=True)]
     ends = torch.tensor([1, 1, shape[0]], dtype=torch.int32)
     first = torch.tensor([0, 1, 1], dtype=torch.int32)
-    return quantize_ops.quantize_groups_as_one_node, (gaussian(shape, generator(1)), first, ends, *names, 16)
+    return ops.quantize_groups_as_one_node, (gaussian(shape, generator(1)), first, ends, *names, 16)
 
 
 def experts_quantization(formats, shape):
-    return quantize_ops.quantize_experts, (gaussian((3, *shape), generator(1)), formats[0].name)
+    return ops.quantize_experts, (gaussian((3, *shape), generator(1)), formats[0].name)
 
 
 def experts_derivation(formats, shape):
-    w = weights.quantize(gaussian((3, *shape), generator(1)), formats[0])
+    w = operands.quantize_weights(gaussian((3, *shape), generator(1)), formats[0])
     dy = gaussian((4, shape[0]), generator(2))
     tensors = w.data.contiguous(), w.scale_inv.contiguous(), dy
-    return quantize_ops.derive_columnwise_of_experts, (*tensors, formats[0].name, formats[1].name)
+    return ops.derive_columnwise_of_experts, (*tensors, formats[0].name, formats[1].name)
 
 
 OF_GROUPS = {

@@ -21,13 +21,13 @@ def on_the_cpu() -> contextlib.ExitStack:
     """Have the products run where there is no GPU, in tiles that are interpreted."""
     from unittest.mock import patch
 
-    from f8sub.kernels.gemm.grouped_gemm_config import Config
-    from f8sub.kernels.grouped import grouped_mm
+    from f8sub.kernels.gemm.tuning import GroupedConfig
+    from f8sub.kernels.grouped import gemm
 
     stack = contextlib.ExitStack()
     for target, changes in (
-        (grouped_mm, {"why_not_device": lambda device: None, "multiprocessors": lambda device: 3}),
-        (grouped_mm, {"default_config": lambda *how: Config(64, 64, 3)}),
+        (gemm, {"why_not_device": lambda device: None, "multiprocessors": lambda device: 3}),
+        (gemm, {"default_config": lambda *how: GroupedConfig(64, 64, 3)}),
         (torch.cuda, {"device": lambda device: contextlib.nullcontext()}),
     ):
         stack.enter_context(patch.multiple(target, **changes))

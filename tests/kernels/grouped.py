@@ -7,7 +7,7 @@ import torch
 
 from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.gemm.grouped_gemm_config import Rows
+from f8sub.kernels.gemm.tuning import Rows
 from tests.data_sets import gaussian, generator
 from tests.kernels.products import (
     BLOCK,

@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 import f8sub
 from f8sub.formats import E2M1
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import scaled_mm, scales_of_a_byte
+from f8sub.kernels.gemm import scaled_mm
 from tests.budgets import excess
 from tests.data_sets import generator, row_outliers
 from tests.kernels.products import E4M3, MX, NV, ONE_BYTE_PAIRS, operands, product
@@ -99,7 +99,7 @@ def blackwell(a, b, scale_a, kinds_a, scale_b, kinds_b, swizzles_a, swizzles_b, 
 @on_each_shape
 @on_each_pair
 def test_what_blackwell_is_given(monkeypatch, pair, shape):
-    monkeypatch.setattr(scales_of_a_byte, "scaled_mm", blackwell)
+    monkeypatch.setattr(scaled_mm, "scaled_mm", blackwell)
     a, b = operands(pair, shape)
     for dtype in (torch.float32, torch.bfloat16):
         found = scaled_mm.gemm_nt(a, b, dtype, fast_accum=False)
@@ -109,7 +109,7 @@ def test_what_blackwell_is_given(monkeypatch, pair, shape):
 
 @pytest.mark.parametrize("hadamard", [None, 16], ids=["plain", "hadamard"])
 def test_a_hadamard_transform_cancels_on_blackwell_too(monkeypatch, hadamard):
-    monkeypatch.setattr(scales_of_a_byte, "scaled_mm", blackwell)
+    monkeypatch.setattr(scaled_mm, "scaled_mm", blackwell)
     recipe = f8sub.get_recipe("nvfp4", hadamard=hadamard is not None)
     a, b = operands((recipe.wgrad.a, recipe.wgrad.b), (48, 32, 64))
     native = scaled_mm.gemm_nt(a, b, torch.float32, fast_accum=False)
@@ -119,7 +119,7 @@ def test_a_hadamard_transform_cancels_on_blackwell_too(monkeypatch, hadamard):
 
 def test_a_tile_that_is_not_finite_stays_so(monkeypatch):
     """e2m1 has no NaN, so the tile's scale is; a row filled up beside it must not be."""
-    monkeypatch.setattr(scales_of_a_byte, "scaled_mm", blackwell)
+    monkeypatch.setattr(scaled_mm, "scaled_mm", blackwell)
     for format in (MX, NV):
         x = row_outliers((13, 64), generator(1)) / 300
         x[5, 40] = torch.nan

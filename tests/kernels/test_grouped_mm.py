@@ -7,8 +7,8 @@ import torch
 
 from f8sub import Float8Format, Tile
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows, default_config
-from f8sub.kernels.grouped import grouped_mm
+from f8sub.kernels.gemm.tuning import GroupedConfig, Rows, default_grouped_config
+from f8sub.kernels.grouped import gemm
 from tests.budgets import excess
 from tests.data_sets import DTYPES
 from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows
@@ -34,18 +34,18 @@ def ran(launches: list, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def config(**changes: int) -> Config:
-    return Config(**{"rows": 64, "cols": 64, "stages": 3, "group": 2, **changes})
+def config(**changes: int) -> GroupedConfig:
+    return GroupedConfig(**{"rows": 64, "cols": 64, "stages": 3, "group": 2, **changes})
 
 
 def by_rows(case: ByRows, dtype: torch.dtype, fast: bool = False, **changes: int) -> torch.Tensor:
-    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows
+    from f8sub.kernels.triton.gemm_launch import product_by_rows
 
     return ran(*product_by_rows(*case.operands(), dtype, fast, config(**changes), 5))
 
 
 def over_rows(case: OverRows, dtype: torch.dtype, fast: bool = False, **changes: int) -> torch.Tensor:
-    from f8sub.kernels.triton.grouped_gemm_launch import product_over_rows
+    from f8sub.kernels.triton.gemm_launch import product_over_rows
 
     return ran(*product_over_rows(*case.operands(), dtype, fast, config(**changes), 5))
 
@@ -117,7 +117,7 @@ def test_a_wrong_scale_exceeds_the_budget():
 
 
 def multiplied_rows(a: Operand, b: Operand, rows) -> torch.Tensor:
-    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows
+    from f8sub.kernels.triton.gemm_launch import product_by_rows
 
     return ran(*product_by_rows(a, b, rows, torch.float32, False, config(), 5))
 
@@ -147,7 +147,7 @@ def test_ends_that_lie_outside_of_the_rows():
 
 @interpreted
 def test_groups_are_made_longest_first():
-    from f8sub.kernels.triton.grouped_gemm_launch import product_over_rows
+    from f8sub.kernels.triton.gemm_launch import product_over_rows
 
     counts = [5, 0, 700, 130, 300, 6]
     launches, out = product_over_rows(
@@ -161,7 +161,7 @@ def test_groups_are_made_longest_first():
 
 
 def rows_are_cleared() -> None:
-    from f8sub.kernels.triton.grouped_gemm_launch import clearing
+    from f8sub.kernels.triton.gemm_launch import clearing
 
     for last in (0, 3, 5):
         out = torch.full((5, 2100), torch.nan)
@@ -173,7 +173,7 @@ def rows_are_cleared() -> None:
 def test_rows_past_the_last_group_are_cleared(interpreter):
     interpreter(rows_are_cleared)
     out = torch.full((5, 16), torch.nan)
-    assert not grouped_mm.clear_past(out, torch.tensor([0, 2]))[2:].any()
+    assert not gemm.clear_past(out, torch.tensor([0, 2]))[2:].any()
     assert out[:2].isnan().all()
 
 
@@ -187,7 +187,7 @@ def test_rows_past_the_last_group_are_cleared(interpreter):
     ],
 )
 def test_what_is_not_multiplied(pair, reason):
-    assert reason in str(grouped_mm.why_not(*pair, torch.device("cpu")))
+    assert reason in str(gemm.why_not_triton(*pair, torch.device("cpu")))
 
 
 @needs_triton
@@ -196,9 +196,9 @@ def test_without_groups_or_rows_there_are_zeros():
     none = torch.zeros(2, dtype=torch.int32)
     a = Operand(codes, torch.empty(0, 1), ROW)
     b = Operand(torch.zeros(2, 16, 32).to(E4M3), torch.ones(2, 16, 1), ROW)
-    assert grouped_mm.by_rows(a, b, Rows(none, none, none, 0), torch.bfloat16, False).shape == (0, 16)
+    assert gemm.triton_by_rows(a, b, Rows(none, none, none, 0), torch.bfloat16, False).shape == (0, 16)
     a, b = (Operand(torch.empty(lines, 0, dtype=E4M3), torch.ones(2, lines), ROW) for lines in (16, 32))
-    found = grouped_mm.over_rows(a, b, Rows(none, none, none, 0), torch.bfloat16, False)
+    found = gemm.triton_over_rows(a, b, Rows(none, none, none, 0), torch.bfloat16, False)
     assert found.shape == (2, 16, 32)
     assert not found.any()
 
@@ -214,12 +214,12 @@ def test_without_groups_or_rows_there_are_zeros():
 )
 def test_tiles_that_the_kernels_do_not_make(sizes, words):
     with pytest.raises(ValueError, match=words):
-        Config(**sizes)
+        GroupedConfig(**sizes)
 
 
 def test_passes_waste_no_blocks():
     """Of K in whole passes; two blocks at most where the GPU alone knows."""
-    assert [default_config(depth, by_block=False).blocks for depth in (4, 6, 23, 24, 57, 1)] == [
+    assert [default_grouped_config(depth, by_block=False).blocks for depth in (4, 6, 23, 24, 57, 1)] == [
         4,
         2,
         4,
@@ -227,8 +227,8 @@ def test_passes_waste_no_blocks():
         2,
         2,
     ]
-    assert default_config(None, by_block=False).blocks == 2
-    assert default_config(8, by_block=True).blocks == 1
+    assert default_grouped_config(None, by_block=False).blocks == 2
+    assert default_grouped_config(8, by_block=True).blocks == 1
 
 
 @needs_triton
@@ -238,9 +238,9 @@ def test_descriptors_of_the_persistent_kernel(pair):
 
     Scales of rows by groups have none: groups begin anywhere.
     """
-    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows, product_over_rows
+    from f8sub.kernels.triton.gemm_launch import product_by_rows, product_over_rows
 
-    tiles = Config(128, 256, 4, persistent=True, blocks=1)
+    tiles = GroupedConfig(128, 256, 4, persistent=True, blocks=1)
     for make, product in ((ByRows, product_by_rows), (OverRows, product_over_rows)):
         case = make(PAIRS[pair], GROUPS["ragged"], *SHAPES["ragged"])
         launches, _ = product(*case.operands(), torch.bfloat16, False, tiles, 132)

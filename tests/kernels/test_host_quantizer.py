@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
-from f8sub.kernels import cpu, reference, scales
+from f8sub.kernels import quantize, reference, scales
 from f8sub.kernels.scales import PriorScale
 from tests.data_sets import DTYPES, gaussian, generator
 from tests.kernels.products import E4M3, E5M2, assert_same_bits
@@ -33,7 +33,7 @@ pasts = st.builds(
 
 def assert_same(x: torch.Tensor, row: Float8Format | None, col: Float8Format | None, prior=None) -> None:
     found, expected = (
-        quantize(x, row, col, prior=prior) for quantize in (cpu.quantize_on_cpu, reference.quantize)
+        quantize(x, row, col, prior=prior) for quantize in (quantize.quantize_on_cpu, reference.quantize)
     )
     for ours, right in zip(found[:2], expected[:2], strict=True):
         assert_same_bits(ours, right)
@@ -68,7 +68,7 @@ def test_scale_of_many_floats(format):
     bits = [(exponent << 23) | m for exponent in range(255) for m in mantissas]
     amaxes = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     expected = scales.scale_from_amax(amaxes, format)
-    found = [cpu.scale_from_amax(amax, format) for amax in amaxes.tolist()]
+    found = [quantize.scale_from_amax(amax, format) for amax in amaxes.tolist()]
     assert found == expected.tolist()
 
 
@@ -95,7 +95,7 @@ def test_what_it_is_not_for_goes_to_the_reference(name):
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode], ids=str)
 def test_what_is_made_once_at_import_is_made_outside_of_modes(mode):
-    spec = importlib.util.find_spec(cpu.__name__)
+    spec = importlib.util.find_spec(quantize.__name__)
     module = importlib.util.module_from_spec(spec)
     with mode():
         spec.loader.exec_module(module)

@@ -143,13 +143,13 @@ def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
 
 def rows_of_steps() -> None:
     """Tokens in groups, as many as come: no kernel is compiled for their number."""
-    from f8sub.kernels.grouped.tokens_cuda import launches
+    from f8sub.kernels.grouped.cuda import token_launches
 
     kernels = []
     for tokens in (20008, 24000, 20016, 23992):
         x, ends = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
         for formats in ((TENSOR, TENSOR), (ROW, ROW), (VECTORS, VECTORS)):
-            for each in launches(x, ends, *formats, 128).launches:
+            for each in token_launches(x, ends, *formats, 128).launches:
                 each.run()
         kernels.append([kernel for kernel, _ in _taken()])
     assert len(set(map(tuple, kernels))) == 1
@@ -203,9 +203,8 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
     They have results of their own, of one layout, and scratch memory that is zero.
     """
     from f8sub.kernels.triton import launch as launcher
-    from f8sub.kernels.triton import prepared
 
-    found, known, results, run = [], [], [], prepared.run
+    found, known, results, run = [], [], [], launcher.run
     worked_out, launch, kept = [], launcher.Launch.run, set()
     for _ in range(3):
         given = draw()
@@ -213,12 +212,12 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
         results.clear()
         with (
             mock.patch.object(
-                prepared, "run", lambda *arguments: results.append(run(*arguments)) or results[-1]
+                launcher, "run", lambda *arguments: results.append(run(*arguments)) or results[-1]
             ),
             mock.patch.object(launcher.Launch, "run", lambda self: worked_out.append(self) or launch(self)),
         ):
             call(**given)
-        known.append((len(prepared._known), len(worked_out)))
+        known.append((len(launcher._known), len(worked_out)))
         kept.update(map(weakref.ref, given.values()))
         made = [tensor for result in results for tensor in result]
         assert len({tensor.data_ptr() for tensor in made}) == len(made)
@@ -277,13 +276,13 @@ def by_column(scale: torch.Tensor) -> torch.Tensor:
 def products(pair: str, kinds: tuple[str, ...]) -> None:
     """By our kernels for Hopper, of whole matrices, of few rows, and by groups; small ones are made in parts."""
     from f8sub.kernels.gemm import blockwise
-    from f8sub.kernels.gemm.grouped_gemm_config import Rows
-    from f8sub.kernels.grouped import grouped_mm
+    from f8sub.kernels.gemm.tuning import Rows
+    from f8sub.kernels.grouped import gemm
     from tests.kernels import grouped
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
-    for module in (blockwise, grouped_mm):
+    for module in (blockwise, gemm):
         module.multiprocessors = lambda device: 132
     formats = grouped.PAIRS[pair]
 
@@ -319,7 +318,7 @@ def products(pair: str, kinds: tuple[str, ...]) -> None:
     counts = [130, 0, 119]
     for kind in kinds:
         case = {"by_rows": grouped.ByRows, "over_rows": grouped.OverRows}[kind]
-        product = getattr(grouped_mm, kind)
+        product = getattr(gemm, kind)
         *_, rows = case(formats, counts, 256, 384).operands()
 
         def draw(case=case) -> dict[str, torch.Tensor]:
@@ -367,7 +366,7 @@ def odd(a: Operand) -> Operand:
 def copied(codes: bool) -> None:
     """Codes that begin where nothing is loaded from, or scales that lie row by row, which products copy."""
     from f8sub.kernels.gemm import blockwise
-    from f8sub.kernels.triton import prepared
+    from f8sub.kernels.triton import launch as launcher
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
@@ -385,7 +384,7 @@ def copied(codes: bool) -> None:
         assert b_codes is b.data
         assert torch.equal(a_scale, a.scale_inv.t())
         assert torch.equal(b_scale, b.scale_inv.t())
-    assert list(prepared._known.values()) == [None]
+    assert list(launcher._known.values()) == [None]
 
 
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "scales"])
@@ -396,19 +395,19 @@ def test_products_of_copies_are_worked_out_each_time(fresh_process, codes):
 def crowded() -> None:
     """Three kinds that come again and again, between kinds that come once."""
     from f8sub.kernels import cuda
-    from f8sub.kernels.triton import prepared
+    from f8sub.kernels.triton import launch as launcher
 
     interpreted.take_any_device()
-    prepared.MOST = 3
+    launcher.MOST = 3
     again = [torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 256, 384)]
     for x in (*again, *again):
         cuda.quantize(x, VECTORS, None)
-    kept = dict(prepared._known)
+    kept = dict(launcher._known)
     assert len(kept) == 3
     for rows in range(16, 160, 16):
         cuda.quantize(torch.zeros(rows, 256, dtype=torch.bfloat16), VECTORS, None)
-        assert len(prepared._once) <= prepared.MOST
-    assert prepared._known == kept
+        assert len(launcher._once) <= launcher.MOST
+    assert launcher._known == kept
 
 
 def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):

@@ -9,7 +9,7 @@ from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
-from f8sub.kernels.triton.parts import Part
+from f8sub.kernels.triton.support import Part
 from f8sub.torch_compat import tensors_in_storage
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreted

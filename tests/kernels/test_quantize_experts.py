@@ -5,9 +5,9 @@ import torch
 
 from f8sub.formats import Float8Format, Tile
 from f8sub.kernels import cuda
-from f8sub.kernels.grouped import weights as specification
-from f8sub.kernels.grouped import weights_cuda
-from f8sub.kernels.grouped.weights import ExpertWeights
+from f8sub.kernels.grouped import cuda as grouped_cuda
+from f8sub.kernels.grouped import operands
+from f8sub.kernels.grouped.operands import ExpertWeights
 from tests.data_sets import make
 from tests.kernels.interpreted import interpreted
 from tests.kernels.products import assert_same_bytes
@@ -39,11 +39,11 @@ def test_each_experts_tiles_begin_anew(name, dtype, device):
     """Packed, and with experts that lie apart."""
     for shape in SHAPES:
         w, format = weights(shape, dtype), GROUP_FORMATS[name]
-        right = specification.quantize(w, format)
+        right = operands.quantize_weights(w, format)
         apart = torch.cat([w, w], 1).to(device)[:, : shape[1]]
         otherwise = (apart, w.transpose(1, 2).contiguous().to(device).transpose(1, 2))
         for given in (w.to(device), *(otherwise if shape == SHAPES[0] else ())):
-            both_same(weights_cuda.quantize(given, format), right)
+            both_same(grouped_cuda.quantize_weights(given, format), right)
 
 
 @on_each_format
@@ -51,11 +51,11 @@ def test_each_experts_tiles_begin_anew(name, dtype, device):
 def test_columns_are_derived_of_each_experts_codes(name, device):
     for shape in (*SHAPES, (2, 544, 32)):
         format = GROUP_FORMATS[name]
-        rowwise = specification.quantize(weights(shape, torch.bfloat16), format)
+        rowwise = operands.quantize_weights(weights(shape, torch.bfloat16), format)
         rowwise = rowwise._replace(data=rowwise.data.contiguous())
         given = ExpertWeights(rowwise.data.to(device), rowwise.scale_inv.to(device), format)
-        derived = weights_cuda.derive_columnwise(given, format)
-        both_same(derived, specification.derive_columnwise(rowwise, format))
+        derived = grouped_cuda.derive_columnwise(given, format)
+        both_same(derived, operands.derive_columnwise(rowwise, format))
         if name in ("tensorwise", "rowwise", "128x128", "256x256-e5m2"):
             assert derived.data.is_contiguous()
 
@@ -66,6 +66,6 @@ def test_all_experts_rows_as_one_matrix(device):
     whole = GROUP_FORMATS["tensorwise"]
     flat = Float8Format(whole.dtype, Tile(144, -1), whole.scale_rule)
     made = cuda.quantize(w.view(-1, 80).to(device), flat, None).rowwise
-    right = specification.quantize(w, whole)
+    right = operands.quantize_weights(w, whole)
     assert_same_bytes("codes", made.data, right.data.reshape(-1, 80))
     assert_same_bytes("scales", made.scale_inv, right.scale_inv.reshape(3, 1))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from f8sub import Float8Format, ScaleRule, Tile
-from f8sub.kernels.grouped import tokens, tokens_cuda
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped import cuda, operands
+from f8sub.kernels.grouped.operands import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bytes
@@ -54,13 +54,13 @@ def spoiled(x: torch.Tensor, groups: Groups) -> torch.Tensor:
 def check(x, groups: Groups, format: Float8Format, usages="both", multiple=16, device="cpu") -> None:
     """Rows past the last group are undefined in what has x's rows."""
     row, col = (format if is_made else None for is_made in USAGES[usages])
-    found = tokens_cuda.quantize(x.to(device), on(device, groups), row, col, multiple)
+    found = cuda.quantize_tokens(x.to(device), on(device, groups), row, col, multiple)
     for codes, wanted, contracted in zip(found, (row, col), (False, True), strict=True):
         if wanted is None:
             assert codes is None
             continue
         starts = {"contracted": contracted, "multiple": multiple if contracted else 1}
-        right = tokens.quantize(x, groups, format, **starts)
+        right = operands.quantize_tokens(x, groups, format, **starts)
         assert codes.groups.rows == right.groups.rows
         assert codes.groups.first.tolist() == right.groups.first.tolist()
         assert codes.groups.ends.tolist() == right.groups.ends.tolist()
@@ -134,15 +134,15 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
     """Groups, and experts' weights, whose amaxes are found while those before them are cast: the same bits."""
     from unittest import mock
 
-    from f8sub.kernels.grouped import weights, weights_cuda
-    from f8sub.kernels.triton import expert_launch, prepared, quantize_grouped_launch
+    from f8sub.kernels.grouped import cuda, operands
+    from f8sub.kernels.triton import launch, quantize_grouped_launch
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
     for ahead in (1, 3 * 128 * 256 * 2, 2**30):
         with (
             mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
-            mock.patch.multiple(expert_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
-            mock.patch.dict(prepared._known, clear=True),
+            mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
+            mock.patch.dict(launch._known, clear=True),
             launched() as names,
         ):
             for usages in ("both", "column"):
@@ -155,7 +155,10 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
             if format.tile.is_whole:
                 w = make("lognormal", (5, 144, 80), 6, torch.bfloat16)
                 w[1], w[2, 3, 4] = 0, NAN
-                found, right = weights_cuda.quantize(w.to(device), format), weights.quantize(w, format)
+                found, right = (
+                    cuda.quantize_weights(w.to(device), format),
+                    operands.quantize_weights(w, format),
+                )
                 assert_same_bytes("codes", found.data, right.data.contiguous())
                 assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
                 assert names[-1] == "quantize_bands_in_turn"
@@ -176,7 +179,7 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
         x = torch.empty(groups.rows, edge, dtype=torch.bfloat16, device=device)
         limits = {"LEAST_BYTES": 0, "AHEAD_BYTES": ahead * edge * edge * 2}
         with mock.patch.multiple(quantize_grouped_launch, **limits):
-            made = tokens_cuda.launches(x, groups.ends.to(device), format, format, edge)
+            made = cuda.token_launches(x, groups.ends.to(device), format, format, edge)
         made.results[-1].fill_(-1)
         made.launches[0].run()
         given = made.launches[0].arguments
@@ -204,12 +207,12 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
 def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
     from unittest import mock
 
-    from f8sub.kernels.triton import prepared, quantize_grouped_launch
+    from f8sub.kernels.triton import launch, quantize_grouped_launch
 
     groups = groups_of(COUNTS["ragged"])
     with (
         mock.patch.object(quantize_grouped_launch, "LEAST_BYTES", 0),
-        mock.patch.dict(prepared._known, clear=True),
+        mock.patch.dict(launch._known, clear=True),
         launched() as names,
     ):
         x = spoiled(make("lognormal", (groups.rows, cols), 5, dtype), groups)

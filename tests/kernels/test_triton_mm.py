@@ -9,8 +9,8 @@ import f8sub
 from f8sub import Float8Format, GemmSpec, ScaleRule, Tile
 from f8sub.formats import Operand
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import blockwise as triton_mm
-from f8sub.kernels.gemm import measured, select, tuning
+from f8sub.kernels.gemm import blockwise as blockwise_gemm
+from f8sub.kernels.gemm import select, tuning
 from tests.budgets import excess
 from tests.data_sets import DTYPES, generator, row_outliers
 from tests.kernels.interpreted import interpreted, needs_triton
@@ -97,7 +97,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
-    caches = (tuning.of, triton_mm.why_not_device, measured._winner, triton_mm._config)
+    caches = (tuning.of, blockwise_gemm.why_not_device, blockwise_gemm._winner, blockwise_gemm._config)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path
@@ -122,7 +122,7 @@ SQUARE, WIDE, FEW = (8192, 8192, 8192), (8192, 4096, 14336), (64, 8192, 8192)
 @needs_triton
 def test_without_measurements_cublaslt_where_it_can_then_ours_then_the_reference(hopper, monkeypatch):
     assert "no measurement of 1x128 e4m3 (power-of-two scales) by 128x128 e4m3 on NVIDIA H200" in str(
-        measured.why_not(SPEC.a, SPEC.b, CUDA)
+        blockwise_gemm.why_not_measured(SPEC.a, SPEC.b, CUDA)
     )
     assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -142,18 +142,18 @@ def test_the_faster_one_of_each_shape_is_taken(hopper):
     )
     assert select.select_gemm(SPEC, CUDA) == "measured"
     winners = {
-        shape: measured._winner(SPEC.a, SPEC.b, CUDA, shape)
+        shape: blockwise_gemm._winner(SPEC.a, SPEC.b, CUDA, shape)
         for shape in (SQUARE, WIDE, FEW, (4096, 8192, 8192), (16384, 4096, 12288), (1, 4096, 14336))
     }
     # Within a per cent of each other they count as equal.
     assert list(winners.values()) == ["scaled_mm", "triton", "scaled_mm", "scaled_mm", "triton", "scaled_mm"]
-    assert triton_mm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
-    assert "no measurement" in str(measured.why_not(SPEC.a, VECTOR, CUDA))
+    assert blockwise_gemm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
+    assert "no measurement" in str(blockwise_gemm.why_not_measured(SPEC.a, VECTOR, CUDA))
     # Where cuBLASLt always won, it is what is shown.
     tuning.of.cache_clear()
     measure(hopper, (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}), (WIDE, {"scaled_mm": 1120.0}))
     assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
-    reason = str(measured.why_not(SPEC.a, SPEC.b, CUDA))
+    reason = str(blockwise_gemm.why_not_measured(SPEC.a, SPEC.b, CUDA))
     assert "8192x8192x8192: scaled_mm (scaled_mm 1272, triton 1200 TFLOP/s)" in reason
 
 
@@ -166,8 +166,8 @@ def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
     assert select.select_gemm(blockwise.wgrad, CUDA) == "scaled_mm"
     for spec in ours:
         for shape in (SQUARE, WIDE, (16384, 4096, 4096), (14336, 8192, 4096)):
-            assert measured._winner(spec.a, spec.b, CUDA, shape) == "triton"
-            config = triton_mm._config(spec.a, spec.b, CUDA, shape)
+            assert blockwise_gemm._winner(spec.a, spec.b, CUDA, shape) == "triton"
+            config = blockwise_gemm._config(spec.a, spec.b, CUDA, shape)
             assert (config.rows, config.cols, config.persistent) == (128, 256, True)
 
 
@@ -182,27 +182,27 @@ def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
     ids=["tensorwise", "rowwise", "64x64", "mx"],
 )
 def test_what_it_does_not_multiply(pair, reason):
-    assert reason in str(triton_mm.why_not(*pair, CUDA))
+    assert reason in str(blockwise_gemm.why_not(*pair, CUDA))
 
 
 @needs_triton
 @on_each_pair
 def test_what_it_multiplies_on_hopper_and_nowhere_else(hopper, monkeypatch, pair):
-    assert triton_mm.why_not(*PAIRS[pair], CUDA) is None
-    assert "not on cpu" in str(triton_mm.why_not(*PAIRS[pair], CPU))
+    assert blockwise_gemm.why_not(*PAIRS[pair], CUDA) is None
+    assert "not on cpu" in str(blockwise_gemm.why_not(*PAIRS[pair], CPU))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    triton_mm.why_not_device.cache_clear()
-    assert "found SM 10.0" in str(triton_mm.why_not(*PAIRS[pair], CUDA))
+    blockwise_gemm.why_not_device.cache_clear()
+    assert "found SM 10.0" in str(blockwise_gemm.why_not(*PAIRS[pair], CUDA))
 
 
 @needs_triton
 def test_default_tiles_keep_all_multiprocessors_busy():
     for shape in ((64, 8192, 8192), (1, 8192, 1024), (32, 4096, 4096), (64, 512, 128)):
-        config = triton_mm.default_config(shape, 132)
+        config = blockwise_gemm.default_config(shape, 132)
         tiles = -(-shape[2] // config.cols) * config.parts
         assert tiles >= 96 or config.parts == max(1, shape[1] // 512) or config.parts == 8
         assert not config.persistent
-    assert triton_mm.default_config((65, 8192, 8192), 132).persistent
+    assert blockwise_gemm.default_config((65, 8192, 8192), 132).persistent
 
 
 @needs_triton

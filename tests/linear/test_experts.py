@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8sub
-from f8sub.kernels.grouped import gemm, matmul_ops
+from f8sub.kernels.grouped import gemm, ops
 from tests.experts.test_checkpoints import (
     ENDS,
     Experts,
@@ -58,8 +58,8 @@ def test_what_a_policy_saves_is_not_multiplied_again(monkeypatch, policy, recipe
 def test_without_a_policy_both_are_multiplied_again(monkeypatch):
     """But for the last, which backward does not read."""
     counted: list[int] = []
-    multiply = matmul_ops.rows
-    monkeypatch.setattr(matmul_ops, "rows", lambda *args: (counted.append(1), multiply(*args))[1])
+    multiply = ops.rows
+    monkeypatch.setattr(ops, "rows", lambda *args: (counted.append(1), multiply(*args))[1])
     model = converted(Experts)
     y = checkpoint(model, torch.randn(int(ENDS[-1]), K, requires_grad=True), use_reentrant=False)
     counted.clear()

@@ -11,7 +11,7 @@ import torch
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels import ops, reference
-from f8sub.kernels.gemm import blockwise, measured, scaled_mm
+from f8sub.kernels.gemm import blockwise, scaled_mm
 from f8sub.kernels.triton import support
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
@@ -39,7 +39,7 @@ class Backend:
 
 
 GEMM = {
-    "measured": Backend(measured.why_not, measured.gemm_nt),
+    "measured": Backend(blockwise.why_not_measured, blockwise.measured_gemm_nt),
     # On the CPU it multiplies float32 matrices.
     SCALED_MM: Backend(
         scaled_mm.why_not, scaled_mm.gemm_nt, lambda device: device.type == "cpu", scaled_mm.is_traceable

@@ -2,6 +2,8 @@
 
 Two products serve a layer: of tokens with the weights of their expert, (M, K) x (E, N, K) -> (M, N), which are fprop
 and dgrad; and over the tokens of each expert, (N, M) x (K, M) -> (E, N, K), which is wgrad.
+
+Triton's are for Hopper; torch's own run in high precision.
 """
 
 import functools
@@ -13,14 +15,102 @@ import torch
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.gemm.grouped_gemm_config import Rows
+from f8sub.kernels.gemm.block_scales import BLOCK
+from f8sub.kernels.gemm.blockwise import multiprocessors, why_not_device
 from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, Plan, gemm_nt, plan_numbers
-from f8sub.kernels.grouped import grouped_mm
-from f8sub.kernels.grouped.groups import Groups
-from f8sub.kernels.grouped.tokens import Tokens
-from f8sub.kernels.grouped.weights import ExpertWeights
+from f8sub.kernels.gemm.tuning import GroupedConfig, Rows, default_grouped_config
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
+from f8sub.kernels.triton import support
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import EXPERTS, aten_scaled_grouped_mm, problems
+
+TRITON_MULTIPLE = BLOCK
+"""Groups that are summed over begin at multiples of so many rows."""
+
+
+def why_not_triton(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    """Why these kernels do not multiply operands of two formats on a device; None where they do."""
+    if not a.is_plain or not b.is_plain:
+        return f"takes float8 with float32 scales of one level, not {a} and {b}"
+    if unknown := {str(f.tile) for f in (a, b) if not _is_read(f.tile)}:
+        return (
+            f"takes one scale a group or a row, or tiles of 1x{BLOCK} and of whole {BLOCK}x{BLOCK}, not "
+            f"{', '.join(sorted(unknown))}"
+        )
+    return why_not_device(device)
+
+
+def _is_read(tile: Tile) -> bool:
+    if tile.cols == ALL:
+        return tile.rows in (1, ALL)
+    return tile.cols % BLOCK == 0 and (tile.rows == 1 or (tile.rows != ALL and tile.rows % BLOCK == 0))
+
+
+def triton_by_rows(
+    a: Operand,
+    b: Operand,
+    rows: Rows,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    config: GroupedConfig | None = None,
+) -> torch.Tensor:
+    """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``grouped_gemm_launch.product_by_rows``."""
+    experts, cols, depth = b.data.shape
+    if 0 in (rows.total, experts):
+        return a.data.new_zeros((rows.total, cols), dtype=out_dtype)
+    from f8sub.kernels.triton.gemm_launch import product_by_rows
+
+    config = config or default_grouped_config(-(-depth // BLOCK), _by_block(b))
+    return _run_triton(product_by_rows, a, b, rows, out_dtype, fast_accum, config)
+
+
+def triton_over_rows(
+    a: Operand,
+    b: Operand,
+    rows: Rows,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    config: GroupedConfig | None = None,
+) -> torch.Tensor:
+    """(N, M) x (K, M) -> (E, N, K): ``grouped_gemm_launch.product_over_rows``."""
+    experts = len(rows.ends)
+    if 0 in (experts, a.data.shape[1]):
+        return a.data.new_zeros((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
+    from f8sub.kernels.triton.gemm_launch import product_over_rows
+
+    config = config or default_grouped_config(None, _by_block(b))
+    return _run_triton(product_over_rows, a, b, rows, out_dtype, fast_accum, config)
+
+
+def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """``out``, (M, N) and contiguous, with zeros in the rows past the last group."""
+    if not support.takes(out) or not len(ends):
+        row = torch.arange(len(out), device=ends.device, dtype=ends.dtype)
+        last = ends[-1] if len(ends) else 0
+        return out.masked_fill_((row >= last)[:, None], 0)
+    from f8sub.kernels.triton import gemm_launch
+
+    with support.device_of(out):
+        gemm_launch.clearing(out, ends, multiprocessors(out.device)).run()
+    return out
+
+
+def _run_triton(product: Callable[..., Any], a: Operand, b: Operand, rows: Rows, *how: Any) -> torch.Tensor:
+    from f8sub.kernels.triton.launch import Made, run
+
+    def make() -> Made:
+        launches, out = product(a, b, rows, *how, multiprocessors(a.data.device))
+        return Made(launches, [out, launches[0].arguments["table_ptr"]], [])
+
+    with support.device_of(a.data):
+        kind = product, a.format, b.format, rows.total, *how
+        return run(kind, (*a.tensors, *b.tensors, *rows[:3]), make)[0]
+
+
+def _by_block(b: Operand) -> bool:
+    tile = b.format.tile
+    return tile.rows == 1 and tile.cols != ALL
+
 
 ByRows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
 OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
@@ -103,7 +193,7 @@ def _triton_rows(
 ) -> torch.Tensor:
     left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
     rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
-    return grouped_mm.by_rows(left, right, rows, out_dtype, fast_accum)
+    return triton_by_rows(left, right, rows, out_dtype, fast_accum)
 
 
 def _triton_weights(
@@ -114,7 +204,7 @@ def _triton_weights(
         for one in (a, b)
     )
     first, ends, rows = a.groups
-    return grouped_mm.over_rows(left, right, Rows(first, ends, first, rows), out_dtype, fast_accum)
+    return triton_over_rows(left, right, Rows(first, ends, first, rows), out_dtype, fast_accum)
 
 
 def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -183,9 +273,7 @@ def _why_not_scaled_mm(a: Float8Format, b: Float8Format, device: torch.device) -
 
 
 GROUPED = {
-    "triton": GroupedBackend(
-        grouped_mm.why_not, _triton_rows, _triton_weights, grouped_mm.MULTIPLE, clears=True
-    ),
+    "triton": GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE, clears=True),
     "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
     "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
     SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
@@ -206,14 +294,14 @@ def multiply_rows(
 ) -> torch.Tensor:
     """``GroupedBackend.rows`` of the backend of that name, with zeros in the rows past the last group."""
     y = GROUPED[backend].rows(a, b, groups, out_dtype, fast_accum)
-    return y if GROUPED[backend].clears else grouped_mm.clear_past(y, groups.ends)
+    return y if GROUPED[backend].clears else clear_past(y, groups.ends)
 
 
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N) in x's dtype, with zeros in the rows past the last group."""
     if x.is_cuda:
         y = torch.nn.functional.grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
-        return grouped_mm.clear_past(y.to(x.dtype), groups.ends)
+        return clear_past(y.to(x.dtype), groups.ends)
     out = x.new_zeros((len(x), w.shape[1]))
     for index, (first, end) in enumerate(groups.host_bounds):
         if end > first:
@@ -331,3 +419,13 @@ def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
         reasons[name] = reason
     listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     raise Float8ConfigError(f"no grouped product of {spec.a} by {spec.b} on {device}: {listed}")
+
+
+def in_high_precision(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """(M, K) x (E, N, K) -> (M, N), with zeros in the rows past the last group, which torch leaves as they are.
+
+    In dx, too. Both operands have one dtype, on a GPU bfloat16.
+    """
+    past = groups.past
+    y = torch.nn.functional.grouped_mm(x.masked_fill(past, 0), w.transpose(1, 2), offs=groups.ends)
+    return y.masked_fill(past, 0)

@@ -1,4 +1,4 @@
-"""Which kernels multiply two operands with scales of blocks, in which tiles, with which arguments."""
+"""Which kernels multiply two operands with scales of blocks, or by groups, in which tiles, with which arguments."""
 
 import functools
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import torch
 from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
-from f8sub.kernels.gemm.tuning import Config
-from f8sub.kernels.triton import gemm, gemm_sm90
+from f8sub.kernels.gemm.tuning import Config, GroupedConfig, Rows
+from f8sub.kernels.triton import gemm, gemm_sm90, grouped_gemm, grouped_gemm_sm90
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.quantize_launch import cdiv
 from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor, gl
@@ -109,3 +109,193 @@ def _scales(operand: Operand, lines: int, persistent: bool) -> tuple[Any, int, i
 def layout(swizzle: int, bits: int) -> Any:
     """How the accelerator lays out a block in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+
+
+FIELDS = 4
+"""Numbers in a row of a table of tiles or groups."""
+
+AT_ONCE = 16
+"""Rows of a table that one program writes."""
+
+ZEROED = 1024
+"""Elements of a row past the last group that are written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedReading:
+    """What one scale serves.
+
+    Attributes:
+        edge: lines, 1 where scales are not of squares; 0 where scales are applied to the whole sum.
+        depth: blocks of K.
+        is_by_line: of scales that are applied to the whole sum, whether there is one a line; else one a group.
+    """
+
+    edge: int
+    depth: int
+    is_by_line: bool = False
+
+
+def product_by_rows(
+    a: Operand,
+    b: Operand,
+    rows: Rows,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    config: GroupedConfig,
+    programs: int,
+) -> tuple[list[Launch], torch.Tensor]:
+    """How to multiply rows with the matrix of their group: (M, K) x (E, N, K) -> (M, N).
+
+    Args:
+        a: whose groups begin at rows ``rows.placed``. One scale a group is (E, 1).
+        b: (E, N, K), with scales (E, n, k).
+        rows: of the result; those past the last group become zeros.
+        out_dtype: of the result.
+        fast_accum: leave sums to the tensor cores' accumulators, where all scales are applied to whole sums.
+        config: the tiles.
+        programs: multiprocessors of the device.
+
+    Returns:
+        The launches, in order, and what they fill.
+    """
+    experts, cols, depth = b.data.shape
+    out = a.data.new_empty((rows.total, cols), dtype=out_dtype)
+    # Each group has at most one tile that is not whole.
+    most = min(rows.total, rows.total // config.rows + experts)
+    writers = max(cdiv(most, AT_ONCE), programs)
+    table = a.data.new_empty((writers * AT_ONCE + 1) * FIELDS, dtype=torch.int32)
+    listing = {
+        **_group_arguments(rows),
+        "placed_ptr": rows.placed.contiguous(),
+        "table_ptr": table,
+        "out_ptr": out,
+        "M": rows.total,
+        "N": cols,
+        "ROWS": config.rows,
+        "BLOCK": ZEROED,
+    }
+    flat = Operand(b.data.reshape(-1, depth), b.scale_inv, b.format)
+    arguments = {
+        **_grouped_side("a", a, config.rows, config.persistent, loads_scales=False),
+        **_grouped_side("b", flat, config.cols, config.persistent, experts),
+        "out_ptr": out,
+        "table_ptr": table,
+        "M": rows.total,
+        "N": cols,
+        "BLOCKS": cdiv(depth, BLOCK),
+        "GROUPS": experts,
+    }
+    tiles = most * cdiv(cols, config.cols)
+    last = _grouped_multiplication(arguments, tiles, config, programs, fast_accum, over_rows=False)
+    return [Launch(grouped_gemm.table_of_rows, writers, listing, {"num_warps": 4}), last], out
+
+
+def product_over_rows(
+    a: Operand,
+    b: Operand,
+    groups: Rows,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    config: GroupedConfig,
+    programs: int,
+) -> tuple[list[Launch], torch.Tensor]:
+    """How to sum over the rows of each group: (N, M) x (K, M) -> (E, N, K).
+
+    Args:
+        a: scales of blocks are (N, m), one a line or one a group are (E, N) or (E, 1).
+        b: the same.
+        groups: of M, each from a multiple of 128 on, zeros between. Those without rows give zeros; their scales are
+            finite.
+        out_dtype: of the result.
+        fast_accum: see ``product_by_rows``.
+        config: the tiles.
+        programs: multiprocessors of the device.
+    """
+    experts, rows, cols = len(groups.ends), a.data.shape[0], b.data.shape[0]
+    out = a.data.new_empty((experts, rows, cols), dtype=out_dtype)
+    table = a.data.new_empty(experts * FIELDS, dtype=torch.int32)
+    listing = {**_group_arguments(groups), "table_ptr": table}
+    arguments = {
+        **_grouped_side("a", a, config.rows, config.persistent),
+        **_grouped_side("b", b, config.cols, config.persistent),
+        "out_ptr": out,
+        "table_ptr": table,
+        "M": rows,
+        "N": cols,
+        "BLOCKS": cdiv(a.data.shape[1], BLOCK),
+        "GROUPS": experts,
+    }
+    tiles = experts * cdiv(rows, config.rows) * cdiv(cols, config.cols)
+    last = _grouped_multiplication(arguments, tiles, config, programs, fast_accum, over_rows=True)
+    writers = cdiv(experts, AT_ONCE)
+    return [Launch(grouped_gemm.table_of_groups, writers, listing, {"num_warps": 4}), last], out
+
+
+def clearing(out: torch.Tensor, ends: torch.Tensor, programs: int) -> Launch:
+    """How to write zeros into the rows of ``out``, (M, N), past the last group."""
+    sizes = {"M": out.shape[0], "N": out.shape[1], "GROUPS": len(ends), "BLOCK": ZEROED}
+    arguments = {"ends_ptr": ends.contiguous(), "out_ptr": out, **sizes}
+    return Launch(grouped_gemm.clear_past, programs, arguments, {"num_warps": 4})
+
+
+def _group_arguments(groups: Rows) -> dict[str, Any]:
+    experts = len(groups.ends)
+    return {
+        "first_ptr": groups.first.contiguous(),
+        "ends_ptr": groups.ends.contiguous(),
+        "GROUPS": experts,
+        "MOST": 1 << (experts - 1).bit_length(),
+        "AT_ONCE": AT_ONCE,
+    }
+
+
+def _grouped_multiplication(
+    arguments: dict[str, Any],
+    tiles: int,
+    config: GroupedConfig,
+    programs: int,
+    fast_accum: bool,
+    over_rows: bool,
+) -> Launch:
+    """The launch of whichever kernel makes the tiles, of which there may be so many."""
+    is_fast = fast_accum and arguments["A"].edge == arguments["B"].edge == 0
+    arguments |= {"CONFIG": config, "OVER_ROWS": over_rows, "FAST": is_fast}
+    if config.persistent:
+        kernel = grouped_gemm_sm90.multiply_groups_persistently
+        return Launch(kernel, min(tiles, programs), arguments | REGISTERS, {"num_warps": 4})
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return Launch(grouped_gemm.multiply_groups, tiles, arguments, options)
+
+
+def _grouped_side(
+    name: str, operand: Operand, lines: int, persistent: bool, groups: int = 0, loads_scales: bool = True
+) -> dict[str, Any]:
+    """The arguments of one operand: codes in blocks of (lines, 128), scales, and how these are read.
+
+    Of ``groups`` matrices below each other, where there are any, scales of squares begin anew in each.
+    The tensor memory accelerator loads scales of lines where they begin at multiples of four: ``loads_scales``.
+    """
+    codes = operand.data.contiguous()
+    if codes.data_ptr() % ALIGNMENT:
+        codes = codes.clone()
+    tile, scale = operand.format.tile, operand.scale_inv
+    stride = group_stride = 0
+    if tile.cols == ALL:
+        reading, scale = GroupedReading(0, 1, tile.rows == 1), scale.contiguous()
+    elif tile.rows != 1:
+        reading, scale = GroupedReading(tile.rows, tile.cols // BLOCK), scale.contiguous()
+        stride, group_stride = scale.shape[-1], scale.numel() // groups if groups else 0
+    else:
+        by_line = Operand(codes, scale.reshape(-1, scale.shape[-1]), operand.format)
+        vectors = block_scales.vectors(by_line).t()
+        reading, stride = GroupedReading(1, 1), vectors.stride(0)
+        scale = vectors
+        if persistent and loads_scales:
+            scale = LaidOutDescriptor.from_tensor(vectors, [1, lines], layout(0, 32))
+    if persistent:
+        blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], layout(128, 8))
+    else:
+        blocks = TensorDescriptor.from_tensor(codes, [lines, BLOCK])
+    made = {f"{name}_scale": scale, f"{name}_stride": stride, f"{name.upper()}_LINES": codes.shape[0]}
+    return {name: blocks, **made, f"{name}_group_stride": group_stride, name.upper(): reading}

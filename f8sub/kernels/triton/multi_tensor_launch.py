@@ -95,8 +95,7 @@ def scales(
     ``prior`` are scales that cover the amaxes, None for those of the amaxes themselves; ``scale`` and ``scale_inv`` are
     written. All are float32, contiguous and of one size.
     """
-    from f8sub.kernels.triton import launch as launcher
-    from f8sub.kernels.triton import multi_tensor, quantize_launch
+    from f8sub.kernels.triton import launch, multi_tensor, quantize_launch
 
     arguments = {
         "amax_ptr": amax,
@@ -110,7 +109,7 @@ def scales(
         "BLOCK": SCALES,
     }
     programs = quantize_launch.cdiv(amax.numel(), SCALES)
-    return launcher.Launch(multi_tensor.scales_of_many, programs, arguments, {"num_warps": 4})
+    return launch.Launch(multi_tensor.scales_of_many, programs, arguments, {"num_warps": 4})
 
 
 def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Launch":

@@ -1,14 +1,16 @@
-"""Which kernels run over groups of rows, with which arguments, and the codes they fill."""
+"""Which kernels run over groups of rows and over all experts' weights, with which arguments, and what they fill."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from f8sub.formats import MULTIPLE, Operand, Tile
-from f8sub.kernels.triton import quantize_bf16x2, quantize_grouped, quantize_one_pass
-from f8sub.kernels.triton.launch import Launch
-from f8sub.kernels.triton.prepared import Made
+from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
+from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
+from f8sub.kernels.triton.launch import Launch, Made
+from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
 from f8sub.kernels.triton.quantize_launch import (
+    ELEMENTS,
     PAIRED_REGISTERS,
     PAIRED_SQUARE_COLS,
     PAIRED_SQUARES,
@@ -19,12 +21,13 @@ from f8sub.kernels.triton.quantize_launch import (
     cast_to,
     cdiv,
     covering,
+    deriving,
     is_paired,
     operands,
+    over,
     shape_of,
 )
-from f8sub.kernels.triton.strips import RECORD, lay_out
-from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
+from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, TENSORWISE, VECTOR
 
 STRIP = MULTIPLE
 """Rows of a strip where codes of groups begin anywhere: as few as the fewest that columnwise codes are aligned to."""
@@ -207,3 +210,103 @@ def _squares(filled: dict[str, Any]) -> Launch:
         )
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return covering(quantize_grouped.quantize_group_squares, filled, SQUARE, options, (edge, edge))
+
+
+IN_TURN = 8192
+"""Elements that one program of ``quantize_bands_in_turn`` reads."""
+
+TURN_BYTES = 6 * 2**20
+"""The most that an expert's weight has if it is cast in turn; all of them together have at least ``LEAST_BYTES``."""
+
+
+def weight_quantization(w: torch.Tensor, made: Operand) -> Made:
+    """How to make the codes and scales of all experts, whose tiles begin anew in every one.
+
+    Args:
+        w: (E, N, K), not empty; each expert's matrix is contiguous.
+        made: what is filled, (E, N, K) and (E, n, k), contiguous: one scale an expert, or squares of whole 128s.
+    """
+    format = made.format
+    if format.tile.is_whole:
+        return _one_scale_of_weights(w, made)
+    edge = format.tile.rows
+    arguments: dict[str, Any] = {
+        "x_ptr": w,
+        "row_ptr": made.data.view(torch.uint8),
+        "row_scale_inv_ptr": made.scale_inv,
+        "col_ptr": None,
+        "col_scale_inv_ptr": None,
+        "STRIDE": w.stride(0),
+        "CAST": cast_to(format),
+        "EDGE": edge,
+    }
+    options = {**WARPS_8, "maxnreg": REGISTERS}
+    launches = [over(w, (edge, edge), quantize.quantize_squares, arguments, options, SQUARE)]
+    return Made(launches, made[:2], ())
+
+
+def weight_quantization_in_bands(x: torch.Tensor, format: Float8Format) -> Made:
+    """How to make rowwise codes, (M, K), of a matrix of which one scale serves so many whole rows, and no others."""
+    bands = x.unflatten(0, (-1, format.tile.rows))
+    data = bands.new_empty(bands.shape, dtype=format.dtype)
+    scale_inv = bands.new_empty((len(bands), 1, 1), dtype=torch.float32)
+    found = weight_quantization(bands, Operand(data, scale_inv, replace(format, tile=TENSORWISE)))
+    return found._replace(results=[data.view(x.shape), scale_inv.view(-1, 1)])
+
+
+def weight_derivation(rowwise: Operand, derived: Operand) -> Made:
+    """How to make the columnwise codes and scales of all experts from their rowwise ones.
+
+    Args:
+        rowwise: (E, N, K), contiguous, N and K even; one scale an expert, squares, or one scale a row.
+        derived: what is filled, (E, K, N), contiguous; its tiles are those of ``rowwise`` transposed, or both have one
+            scale a row.
+    """
+    launches, scratch = deriving(rowwise, derived)
+    return Made(launches, derived[:2], scratch)
+
+
+def _one_scale_of_weights(w: torch.Tensor, made: Operand) -> Made:
+    count, rows, cols = w.shape
+    size = rows * cols
+    if LEAST_BYTES <= w.nbytes <= TURN_BYTES * count:
+        return _one_scale_of_weights_in_turn(w, made)
+    bits = torch.zeros(count, dtype=torch.int32, device=w.device)
+    block = {"SIZE": size, "STRIDE": w.stride(0), "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
+    programs = count * cdiv(size, ELEMENTS)
+    make = {
+        "amax_ptr": bits.view(torch.float32),
+        "row_ptr": made.data.view(torch.uint8),
+        "row_scale_inv_ptr": made.scale_inv,
+        "CAST": cast_to(made.format),
+    }
+    launches = [
+        Launch(quantize.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
+        Launch(quantize.cast_bands, programs, {"x_ptr": w, **make, **block}, WARPS_8),
+    ]
+    return Made(launches, made[:2], (bits,))
+
+
+def _one_scale_of_weights_in_turn(w: torch.Tensor, made: Operand) -> Made:
+    count, rows, cols = w.shape
+    size = rows * cols
+    # Both parts begin at multiples of 16 bytes.
+    bits = torch.zeros(2 * (count + -count % 4), dtype=torch.int32, device=w.device)
+    done, amax = bits.chunk(2)
+    arguments = {
+        "x_ptr": w,
+        "done_ptr": done,
+        "amax_ptr": amax,
+        "row_ptr": made.data.view(torch.uint8),
+        "row_scale_inv_ptr": made.scale_inv,
+        "BANDS": count,
+        "AHEAD": min(cdiv(AHEAD_BYTES, size * w.itemsize), count - 1),
+        "SIZE": size,
+        "STRIDE": w.stride(0),
+        "CAST": cast_to(made.format),
+        "BLOCK": IN_TURN,
+        "WHOLE": size % IN_TURN == 0,
+    }
+    programs = 2 * count * cdiv(size, IN_TURN)
+    launches = [Launch(quantize_one_pass.quantize_bands_in_turn, programs, arguments, WARPS_4)]
+    return Made(launches, made[:2], (bits,))

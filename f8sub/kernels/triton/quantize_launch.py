@@ -1,23 +1,23 @@
-"""Which kernels run over a matrix, with which arguments, and the operands they fill."""
+"""Which kernels run over a matrix, or over parts of weights for the wire, with which arguments, and what they fill.
+
+Parts are cast with scales that are known: one by a launch, or many.
+"""
 
 import functools
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.host_copy import sent_to
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import (
-    quantize,
-    quantize_bf16x2,
-    support,
-    transpose,
-)
-from f8sub.kernels.triton.launch import Launch
-from f8sub.kernels.triton.prepared import Made
-from f8sub.kernels.triton.support import EDGE, ROWWISE, VECTOR
+from f8sub.kernels.triton import quantize, quantize_bf16x2, support, transpose
+from f8sub.kernels.triton.launch import Launch, Made
+from f8sub.kernels.triton.support import ALIGNMENT, EDGE, ROWWISE, VECTOR, Part
 from f8sub.kernels.triton.tile_ops import Cast, Shape
 
 SQUARE = EDGE, EDGE
@@ -358,3 +358,95 @@ def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
         return over(x, (edge, edge), quantize_bf16x2.quantize_paired_squares, filled, WARPS_8, tile)
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return over(x, (edge, edge), quantize.quantize_squares, filled, options, SQUARE)
+
+
+PART = 64, EDGE
+"""Tiles of ``cast_part``."""
+
+
+def part_cast(part: Part, out: torch.Tensor) -> Launch:
+    """How to cast a part that ``parts.takes`` takes into ``out``, (M, N), adjacent in a row."""
+    arguments = {
+        "x_ptr": part.x,
+        "scale_ptr": part.scale,
+        "out_ptr": out,
+        "OUT_STRIDE": out.stride(0),
+        "SCALE_STRIDE": part.scale.stride(0),
+        "first_row": part.offset[0],
+        "first_col": part.offset[1],
+        **_of_tiles(part.format, part.through),
+    }
+    return over(part.x, PART, quantize.cast_part, arguments, WARPS_8)
+
+
+class Parts:
+    """Casts of many parts into one memory, worked out once, to be run whenever their values changed.
+
+    It holds where the parts lie, and neither the parts nor a memory.
+
+    Args:
+        parts: those that ``parts.takes`` takes.
+        offsets: the bytes from the memory's begin to the codes of each, multiples of ``ALIGNMENT``.
+    """
+
+    def __init__(self, parts: Sequence[Part], offsets: Sequence[int]) -> None:
+        groups = defaultdict(list)
+        for part, offset in zip(parts, offsets, strict=True):
+            key = part.format, part.through, part.x.dtype, _is_aligned(part), _is_whole(part)
+            groups[key].append((part, offset))
+        self._launches = [_of_many(placed, *key[-2:]) for key, placed in groups.items()]
+
+    def run(self, memory: torch.Tensor) -> None:
+        """Cast each part. ``memory`` begins at a multiple of ``ALIGNMENT``."""
+        with support.device_of(memory):
+            for each in self.launches(memory):
+                each.run()
+
+    def launches(self, memory: torch.Tensor) -> list[Launch]:
+        """What ``run`` launches."""
+        return [each._replace(arguments={**each.arguments, "out_ptr": memory}) for each in self._launches]
+
+
+def _is_aligned(part: Part) -> bool:
+    """Whether every row and its codes begin at multiples of 16 elements."""
+    sizes = part.x.shape[1], part.out_stride
+    return part.x.data_ptr() % ALIGNMENT == 0 and all(size % ALIGNMENT == 0 for size in sizes)
+
+
+def _is_whole(part: Part) -> bool:
+    """Whether every program casts a whole tile."""
+    rows, cols = part.x.shape
+    return rows % PART[0] == 0 and cols % PART[1] == 0
+
+
+def _of_many(placed: Sequence[tuple[Part, int]], aligned: bool, whole: bool) -> Launch:
+    """The launch for parts that one kernel takes, each with the offset of its codes, without their memory."""
+    rows: list[int] = []
+    programs: list[int] = []
+    for part, out_offset in placed:
+        (height, width), scale = part.x.shape, part.scale
+        rows += [part.x.data_ptr(), sum(programs), height, width, out_offset, part.out_stride]
+        rows += [scale.data_ptr(), scale.stride(0), *part.offset]
+        programs.append(cdiv(height, PART[0]) * cdiv(width, PART[1]))
+    part, device = placed[0][0], placed[0][0].x.device
+    counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
+    of_program = torch.arange(len(placed), dtype=torch.int32, device="cpu").repeat_interleave(counts)
+    arguments = {
+        "parts_ptr": sent_to(device, rows),
+        "part_of_program_ptr": sent_to(device, of_program),
+        "ELEMENT": INPUTS[part.x.dtype],
+        "ALIGNED": aligned,
+        "TILE": Shape(*PART, whole),
+        **_of_tiles(part.format, part.through),
+    }
+    return Launch(quantize.cast_parts, sum(programs), arguments, WARPS_8)
+
+
+def _of_tiles(format: Float8Format, through: torch.dtype) -> dict[str, Any]:
+    rows, cols = (None if edge == ALL else edge for edge in (format.tile.rows, format.tile.cols))
+    return {
+        "TILE_ROWS": rows,
+        "TILE_COLS": cols,
+        "CAST": cast_to(format),
+        "THROUGH": INPUTS[through],
+    }

@@ -30,7 +30,7 @@ from f8sub.kernels.triton.bf16x2 import (
     store_pairs_with_one,
     store_row_codes,
 )
-from f8sub.kernels.triton.strips import load_turn
+from f8sub.kernels.triton.quantize_grouped import load_turn
 from f8sub.kernels.triton.tile_ops import (
     EXPONENT_BITS,
     At,

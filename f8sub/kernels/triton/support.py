@@ -1,12 +1,16 @@
-"""Which devices, formats and tensors the kernels take. No kernel is imported here: triton need not be installed."""
+"""Which devices, formats and tensors the kernels take, and the parts of matrices that one launch casts.
+
+No kernel is imported here: triton need not be installed.
+"""
 
 import contextlib
 import functools
 import importlib.util
+from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.formats import ALL, HIGH_PRECISION, Float8Format, Tile
 
 EDGE = 128
 """Edge of the tiles that kernels work on; the length of a vector, and a divisor of the edge of every square."""
@@ -78,3 +82,37 @@ def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     if x.get_device() == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+class Part(NamedTuple):
+    """A part of a matrix, and what ``quantize_cuda.cast_into`` is told of it.
+
+    Attributes:
+        x: (rows, cols).
+        format: of the codes.
+        through: the dtype that ``x`` is rounded to first.
+        offset: the row and column of the matrix that the part begins at.
+        scale: the scales of all tiles of the matrix.
+        out_stride: bytes from one row of codes to the next.
+    """
+
+    x: torch.Tensor
+    format: Float8Format
+    through: torch.dtype
+    offset: tuple[int, int]
+    scale: torch.Tensor
+    out_stride: int
+
+
+def takes_part(part: Part) -> bool:
+    """Whether a kernel casts a part together with others."""
+    x, scale, format = part.x, part.scale, part.format
+    return (
+        takes(x)
+        and x.is_contiguous()
+        and x.dtype in HIGH_PRECISION
+        and part.through in HIGH_PRECISION
+        and format.is_plain
+        and (format.tile.cols == ALL or (format.tile.cols % EDGE == 0 and part.offset[1] % EDGE == 0))
+        and (scale.stride(-1) == 1 or scale.shape[-1] == 1)
+    )

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format
-from f8sub.kernels.grouped import tokens as specification
-from f8sub.kernels.grouped import weights as of_experts
+from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.gemm import GROUPED
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups
 from f8sub.kernels.grouped.quantize import derive_columnwise_of_experts, quantize_both, quantize_experts
-from f8sub.kernels.grouped.weights import ExpertWeights
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -112,7 +110,7 @@ def cast_of(groups: Groups, row: Float8Format | None, col: Float8Format | None) 
 def by_operators(groups: Groups) -> Callable:
     format = formats.FORMATS["rowwise"]
     return lambda x: [
-        specification.quantize(x, groups, format, contracted=contracted, multiple=MULTIPLE)
+        operands.quantize_tokens(x, groups, format, contracted=contracted, multiple=MULTIPLE)
         for contracted in (False, True)
     ]
 
@@ -136,7 +134,7 @@ def check(name: str, x: torch.Tensor, groups: Groups) -> None:
     format = formats.FORMATS[name]
     made = quantize_both(x, groups, format, format, MULTIPLE)
     for codes, contracted in zip(made, (False, True), strict=True):
-        right = specification.quantize(
+        right = operands.quantize_tokens(
             x, groups, format, contracted=contracted, multiple=MULTIPLE if contracted else 1
         )
         same_codes = torch.equal(codes.data.view(torch.uint8), right.data.contiguous().view(torch.uint8))
@@ -174,10 +172,10 @@ def of_weights(shape: tuple[int, int, int], session: Session) -> dict[str, dict]
             return derive_columnwise_of_experts(codes, format, codes.data)
 
         codes = [cast(w) for w in sets]
-        rowwise = of_experts.quantize(sets[0], format)
+        rowwise = operands.quantize_weights(sets[0], format)
         for made, right in (
             (codes[0], rowwise),
-            (derive(codes[0]), of_experts.derive_columnwise(rowwise, format)),
+            (derive(codes[0]), operands.derive_columnwise(rowwise, format)),
         ):
             if not torch.equal(made.data.float(), right.data.float()) or not torch.equal(
                 made.scale_inv, right.scale_inv

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import f8sub
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.grouped.gemm import GROUPED, GroupedPlan
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import Groups
 from f8sub.weights.master_weight import MasterWeight
 from scripts.bench.gpu.session import Session
 from scripts.bench.gpu.slices import process_group

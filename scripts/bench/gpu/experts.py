@@ -16,10 +16,8 @@ import torch
 import f8sub
 from f8sub.kernels import reference
 from f8sub.kernels.grouped.gemm import GROUPED, multiply_rows
-from f8sub.kernels.grouped.groups import Groups
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.grouped.quantize import quantize_experts, quantize_tokens
-from f8sub.kernels.grouped.tokens import Tokens
-from f8sub.kernels.grouped.weights import ExpertWeights
 from f8sub.recipe import GemmSpec
 from scripts.bench.gpu import expert_steps
 from scripts.bench.gpu.expert_steps import LIES, Lie

@@ -48,8 +48,8 @@ class Case:
 
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
-        from f8sub.kernels.triton import part_launch, quantize_launch
-        from f8sub.kernels.triton.parts import Part
+        from f8sub.kernels.triton import quantize_launch
+        from f8sub.kernels.triton.support import Part
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         if self.name == "amaxes of many":
@@ -72,8 +72,8 @@ class Case:
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
             part = Part(x, format, torch.bfloat16, (0, 0), scale, out.stride(0))
-            together = part_launch.Parts([part, part], [0, out.numel()])
-            return [part_launch.part_cast(part, out), *together.launches(out)]
+            together = quantize_launch.Parts([part, part], [0, out.numel()])
+            return [quantize_launch.part_cast(part, out), *together.launches(out)]
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
             past = PriorScale(scale, 0.0, covers=self.usages == "row" and not known, is_known=known)
@@ -119,23 +119,23 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) -> list[Launch]:
     """Of 128 experts; the name may end with what groups begin at multiples of."""
-    from f8sub.kernels.grouped import tokens_cuda
+    from f8sub.kernels.grouped import cuda
 
     name, _, multiple = name.partition(" by ")
     ends = torch.empty(128, dtype=torch.int32, device="meta")
     format = GROUP_FORMATS[name]
     row, col = (format if is_made else None for is_made in usages)
-    return list(tokens_cuda.launches(x, ends, row, col, int(multiple or 16)).launches)
+    return list(cuda.token_launches(x, ends, row, col, int(multiple or 16)).launches)
 
 
 def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
     """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
-    from f8sub.kernels.grouped import weights, weights_cuda
+    from f8sub.kernels.grouped import cuda, operands
 
     w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
     if usages == "row":
-        return list(weights_cuda.launches(w, format).launches)
-    return list(weights_cuda.derivation_launches(weights.empty_codes(w, format), format).launches)
+        return list(cuda.weight_launches(w, format).launches)
+    return list(cuda.derivation_launches(operands.empty_codes(w, format), format).launches)
 
 
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:

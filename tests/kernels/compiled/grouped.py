@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.formats import ALL, Operand
-from f8sub.kernels.gemm.grouped_gemm_config import Config, Rows
+from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from tests.kernels.compiled import gemms
 from tests.kernels.grouped import PAIRS
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launch
 
 CONFIGS = [
-    *(Config(128, 256, 4, persistent=True, blocks=blocks) for blocks in (4, 2, 1)),
-    Config(128, 128, 4),
-    Config(64, 128, 5, warps=4),
+    *(GroupedConfig(128, 256, 4, persistent=True, blocks=blocks) for blocks in (4, 2, 1)),
+    GroupedConfig(128, 128, 4),
+    GroupedConfig(64, 128, 5, warps=4),
 ]
 EXPERTS, ROWS, COLS, DEPTH = 8, 8192, 1024, 512
 
@@ -31,7 +31,7 @@ class Case:
     out: str
     over_rows: bool
     fast: bool
-    config: Config
+    config: GroupedConfig
 
     @property
     def words(self) -> str:
@@ -40,7 +40,7 @@ class Case:
         return f"{how}, {self.pair} -> {self.out}, {self.config}"
 
 
-def is_compiled(pair: str, config: Config) -> bool:
+def is_compiled(pair: str, config: GroupedConfig) -> bool:
     """Columns with scales of their own for each block take too many registers for more than one in a pass."""
     tile = PAIRS[pair][1].tile
     return config.blocks == 1 or tile.rows != 1 or tile.cols == ALL
@@ -61,7 +61,7 @@ def cases() -> list[Case]:
 
 def launches_of(case: Case) -> list[Launch]:
     """Its launches, over matrices that are not read."""
-    from f8sub.kernels.triton.grouped_gemm_launch import product_by_rows, product_over_rows
+    from f8sub.kernels.triton.gemm_launch import product_by_rows, product_over_rows
 
     a_format, b_format = PAIRS[case.pair]
     first = torch.zeros(EXPERTS, dtype=torch.int32)

@@ -1,0 +1,317 @@
+"""Casts and products of experts as they are called: in compiled code each is one node of the graph.
+
+``torch.compile`` must not look into them: backends read where groups lie, or launch kernels of their own; see
+``kernels/ops.py``.
+
+Selective checkpointing sees a product as ``aten._grouped_mm``, which lists for bf16 have. What runs it may be several
+operators, or kernels that no dispatch mode sees. Other modes look into it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm
+
+from f8sub.formats import Float8Format
+from f8sub.kernels.grouped import cuda, gemm
+from f8sub.kernels.grouped.operands import (
+    ExpertWeights,
+    Groups,
+    Tokens,
+    aligned_rows,
+    empty_codes,
+    empty_scale_inv,
+    start_of_groups,
+)
+from f8sub.kernels.ops import operator
+from f8sub.recipe import GemmSpec
+from f8sub.torch_compat import autocast_dtype, dispatch_modes, dispatch_stack_size, no_torch_function
+
+
+def _quantize_groups(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    ends: torch.Tensor,
+    rowwise: str | None,
+    columnwise: str | None,
+    multiple: int,
+) -> list[torch.Tensor]:
+    """Codes and scales of each usage, and where its groups begin and end if that is not where they do in x."""
+    row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
+    groups = Groups(first, ends, x.shape[0])
+    made = cuda.quantize_tokens(x, groups, row, col, multiple)
+    found: list[torch.Tensor] = []
+    for format, codes, contracted in zip((row, col), made, (False, True), strict=True):
+        if format is not None and codes is not None:
+            scale_inv = codes.scale_inv
+            if not codes.is_laid_out:
+                scale_inv = empty_scale_inv(x, format, codes.groups, contracted=contracted).copy_(scale_inv)
+            found += [codes.data.contiguous(), scale_inv]
+            if _start(format, contracted=contracted, multiple=multiple) > 1:
+                # Both usages of squares lie alike, and an operator may not return one tensor twice.
+                lie = codes.groups.first, codes.groups.ends
+                found += [t.clone() if any(t is one for one in found) else t for t in lie]
+    return found
+
+
+def _start(format: Float8Format, *, contracted: bool, multiple: int) -> int:
+    """What groups of a usage begin at multiples of; 1 where they lie in the codes as in x."""
+    tile = format.tile.t() if contracted else format.tile
+    return start_of_groups(tile.rows, multiple if contracted else 1)
+
+
+def _fake_groups(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    ends: torch.Tensor,
+    rowwise: str | None,
+    columnwise: str | None,
+    multiple: int,
+) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for name, contracted in ((rowwise, False), (columnwise, True)):
+        if name is None:
+            continue
+        format = Float8Format.parse(name)
+        start = _start(format, contracted=contracted, multiple=multiple)
+        rows = x.shape[0] if start == 1 else aligned_rows(x.shape[0], ends.shape[0], start)
+        shape = (x.shape[1], rows) if contracted else (rows, x.shape[1])
+        groups = Groups(first, ends, rows)
+        scale_inv = empty_scale_inv(x, format, groups, contracted=contracted)
+        found += [x.new_empty(shape, dtype=format.dtype), scale_inv]
+        if start > 1:
+            found += [torch.empty_like(first), torch.empty_like(ends)]
+    return found
+
+
+def _packed(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator's results as the fake says, also where a dimension is 1, and contiguous() leaves odd strides."""
+    data, scale_inv = (t.flatten().view(t.shape) for t in (made.data, made.scale_inv))
+    return data, scale_inv
+
+
+def _quantize_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _packed(cuda.quantize_weights(w, Float8Format.parse(format)))
+
+
+def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    made = empty_codes(w, Float8Format.parse(format))
+    return made.data, made.scale_inv
+
+
+def _derive_columnwise_of_experts(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
+    made = cuda.derive_columnwise(given, Float8Format.parse(columnwise))
+    if made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
+        made = made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone())
+    return _packed(made)
+
+
+def _fake_derived_of_experts(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    made = empty_codes(data.transpose(1, 2), Float8Format.parse(columnwise))
+    return made.data, made.scale_inv
+
+
+quantize_groups_as_one_node = operator(_quantize_groups, "quantize_groups", _fake_groups)
+quantize_experts = operator(_quantize_experts, "quantize_experts", _fake_experts)
+derive_columnwise_of_experts = operator(
+    _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
+)
+
+
+def quantized_groups(
+    x: torch.Tensor,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Tokens | None, Tokens | None]:
+    """``tokens.quantize`` of both operands as one node."""
+    names = (None if format is None else format.name for format in (rowwise, columnwise))
+    tensors = iter(quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple))
+    found: list[Tokens | None] = []
+    for format, contracted in ((rowwise, False), (columnwise, True)):
+        if format is None:
+            found.append(None)
+            continue
+        data, scale_inv, lie = next(tensors), next(tensors), groups
+        if _start(format, contracted=contracted, multiple=multiple) > 1:
+            lie = Groups(next(tensors), next(tensors), data.shape[1 if contracted else 0])
+        found.append(Tokens(data, scale_inv, format, lie, contracted))
+    return found[0], found[1]
+
+
+class _Factor(torch.Tensor):
+    """One side of a product: a shape, and on the left what multiplies; it lives for one call."""
+
+    __torch_function__ = no_torch_function
+
+    run: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls: type["_Factor"], shape: torch.Size, like: torch.Tensor) -> "_Factor":
+        made: _Factor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bfloat16, device=like.device
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name() != "aten::_grouped_mm":
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        return args[0].run()
+
+
+def seen_as_one(
+    run: Callable[[], torch.Tensor], rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """``run()``, one operator to selective checkpointing.
+
+    Args:
+        run: multiplies.
+        rows: (M, K), or codes of it.
+        weight: (E, N, K), or codes of it.
+        ends: as of ``grouped_mm``.
+    """
+    if not dispatch_stack_size() or not any(map(_is_of_checkpointing, dispatch_modes())):
+        return run()
+    left, right = _Factor(rows.shape, rows), _Factor(weight.transpose(1, 2).shape, weight)
+    left.run = run
+    device = rows.device.type
+    if autocast_dtype(device) is None:
+        return grouped_mm(left, right, offs=ends)
+    with torch.autocast(device, enabled=False):
+        return grouped_mm(left, right, offs=ends)
+
+
+def _is_of_checkpointing(mode: Any) -> bool:
+    return type(mode).__module__ == "torch.utils.checkpoint"
+
+
+def rows(
+    backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """``products.multiply_rows`` by the backend of that name."""
+    if backend is None:
+        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    if not torch.compiler.is_compiling():
+        multiply = functools.partial(gemm.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
+        return seen_as_one(multiply, a.data, b.data, groups.ends)
+    lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
+    how = f"{a.format.name} {b.format.name} {backend}"
+    left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
+    found: torch.Tensor = rows_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+    return found
+
+
+def weights(
+    backend: str | None, spec: GemmSpec, a: Tokens, b: Tokens, groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """``products.GroupedBackend.weights`` of the backend of that name."""
+    if backend is None:
+        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    if not torch.compiler.is_compiling():
+        return gemm.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
+    lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
+    how = f"{a.format.name} {b.format.name} {backend}"
+    left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
+    found: torch.Tensor = _weights_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+    return found
+
+
+def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``products.high_precision_rows``."""
+    if not torch.compiler.is_compiling():
+        multiply = functools.partial(gemm.high_precision_rows, x, w, groups)
+        return seen_as_one(multiply, x, w, groups.ends)
+    found: torch.Tensor = plain_rows_as_one_node(x, w, groups.first, groups.ends)
+    return found
+
+
+def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``products.high_precision_weights``."""
+    if not torch.compiler.is_compiling():
+        return gemm.high_precision_weights(dy, x, groups)
+    found: torch.Tensor = _plain_weights_as_one_node(dy, x, groups.first, groups.ends)
+    return found
+
+
+def _rows(
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    lie: list[torch.Tensor],
+    rows: int,
+    how: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """Codes and scales of a and b; first rows and ends of groups in a, and in y; two formats and the backend."""
+    groups = Groups(lie[2], lie[3], rows)
+    left, right, backend = how.split()
+    tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
+    experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
+    return gemm.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
+
+
+def _fake_rows(a: list[torch.Tensor], b: list[torch.Tensor], *rest: Any) -> torch.Tensor:
+    _, rows, _, out_dtype, _ = rest
+    return a[0].new_empty((rows, b[0].shape[1]), dtype=out_dtype)
+
+
+def _weights(
+    a: list[torch.Tensor],
+    b: list[torch.Tensor],
+    lie: list[torch.Tensor],
+    rows: int,
+    how: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """As ``_rows``; first rows and ends in a, in b, and in the tokens."""
+    groups = Groups(lie[4], lie[5], rows)
+    *formats, backend = how.split()
+    left, right = (
+        Tokens(codes, scale, Float8Format.parse(name), Groups(first, ends, codes.shape[1]), True)
+        for (codes, scale), name, (first, ends) in zip((a, b), formats, (lie[:2], lie[2:4]), strict=True)
+    )
+    found = gemm.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
+    return found.contiguous()
+
+
+def _fake_weights(
+    a: list[torch.Tensor], b: list[torch.Tensor], lie: list[torch.Tensor], *rest: Any
+) -> torch.Tensor:
+    _, _, out_dtype, _ = rest
+    return a[0].new_empty((lie[0].shape[0], a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
+
+
+def _plain_rows(x: torch.Tensor, w: torch.Tensor, first: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return gemm.high_precision_rows(x, w, Groups(first, ends, x.shape[0])).contiguous()
+
+
+def _plain_weights(
+    dy: torch.Tensor, x: torch.Tensor, first: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    return gemm.high_precision_weights(dy, x, Groups(first, ends, dy.shape[0])).contiguous()
+
+
+rows_as_one_node = operator(_rows, "grouped_rows", _fake_rows)
+_weights_as_one_node = operator(_weights, "grouped_weights", _fake_weights)
+plain_rows_as_one_node = operator(
+    _plain_rows,
+    "grouped_rows_in_high_precision",
+    lambda x, w, first, ends: x.new_empty((x.shape[0], w.shape[1])),
+)
+_plain_weights_as_one_node = operator(
+    _plain_weights,
+    "grouped_weights_in_high_precision",
+    lambda dy, x, first, ends: dy.new_empty((first.shape[0], dy.shape[1], x.shape[1])),
+)

@@ -16,9 +16,7 @@ from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.experts.module import Float8Experts
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.linear.dtensor import place
-from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.forwards import sources_of
-from f8sub.linear.matmul import weight_rowwise
+from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_fsdp_module

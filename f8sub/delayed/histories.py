@@ -18,21 +18,24 @@ import torch
 from typing_extensions import override
 
 from f8sub.capture import current_capture, host_copy
-from f8sub.delayed.layers import (
+from f8sub.delayed.rolling import (
+    Held,
+    Histories,
+    Replicas,
+    matrices_of,
+    operands_met,
+)
+from f8sub.delayed.state import (
+    OPERANDS,
+    ScalingState,
+    W,
     forget,
     forget_missing,
+    learn_scales,
     state_of,
     states_of,
     take_part,
 )
-from f8sub.delayed.replicas import Replicas
-from f8sub.delayed.rolling import (
-    Held,
-    Histories,
-    matrices_of,
-    operands_met,
-)
-from f8sub.delayed.state import OPERANDS, ScalingState, W, learn_scales
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale

@@ -23,9 +23,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource
 from f8sub.linear.dtensor import place
-from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.forwards import plan_of, sources_of
-from f8sub.linear.matmul import weight_rowwise
+from f8sub.linear.float8_linear import Float8Linear, plan_of, sources_of, weight_rowwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor

@@ -20,9 +20,7 @@ from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
-from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.forwards import sources_of
-from f8sub.linear.matmul import weight_rowwise
+from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
 

@@ -16,9 +16,9 @@ from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.kernels.grouped.gemm import GroupedPlan, in_high_precision, is_one_by_one
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
-from f8sub.linear import plan_in_use
-from f8sub.linear.forwards import plan_of, sources_of
-from f8sub.linear.shared_tokens import ends_of, sharing
+from f8sub.linear import autocast
+from f8sub.linear.float8_linear import plan_of, sources_of
+from f8sub.linear.shared_input import ends_of, sharing_tokens
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, change_and_restore, constant_result, is_dtensor
@@ -95,7 +95,7 @@ def running(module: torch.nn.Module) -> Iterator[Forward]:
         return
     stack.append(forward)
     try:
-        with sharing():
+        with sharing_tokens():
             yield forward
     finally:
         stack.pop()
@@ -157,8 +157,8 @@ def grouped_linear(
         weight, transposed = _transposed_back(module, weight), not transposed
     call = Call(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
     y = multiply(x, weight, groups, call)
-    if plan_in_use.was_entered and module is not None:
-        plan_in_use.remember(module, plan, y)
+    if autocast.was_entered and module is not None:
+        autocast.remember(module, plan, y)
     for watch in watchers:
         watch(owner, Product(x, weight, groups, call, y))
     return y
@@ -185,7 +185,7 @@ def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedP
     if module.plan.device.type != (device := x.device).type:
         module.follow(device)
     plan: GroupedPlan = module.plan
-    if not plan_in_use.was_entered and torch.compiler.is_compiling():
+    if not autocast.was_entered and torch.compiler.is_compiling():
         return plan
     name = owners.name_in(module, weight)
     if name is None:

@@ -19,7 +19,7 @@ from f8sub.kernels.grouped.quantize import (
     rowwise_of_weights,
 )
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
-from f8sub.linear.shared_tokens import cast_or_share
+from f8sub.linear.shared_input import cast_or_share_tokens
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.weights.cast import rowwise_of
 from f8sub.weights.master_weight import MasterWeight
@@ -45,7 +45,7 @@ class GroupedMatmul(torch.autograd.Function):
         plan, dtype, _, sources = call
         recipe, groups = plan.recipe, Groups.of(ends, len(x))
         spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
-        a, kept, _ = cast_or_share(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
+        a, kept, _ = cast_or_share_tokens(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
         x = x.to(dtype)
         if a is None or spec.b is None:
             y = grouped_ops.high_precision_rows(x, _values(w, call), groups)

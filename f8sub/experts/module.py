@@ -16,8 +16,7 @@ from f8sub.experts.seams import Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
-from f8sub.linear.float8_linear import refuse_compiling
-from f8sub.linear.forwards import sources_of
+from f8sub.linear.float8_linear import refuse_compiling, sources_of
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.guests import LayerGuest
 from f8sub.weights.master_weight import MasterWeight, reassigned

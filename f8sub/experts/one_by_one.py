@@ -9,7 +9,7 @@ import torch
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.scales import CURRENT_SOURCES
-from f8sub.linear.matmul import Float8Matmul
+from f8sub.linear.float8_linear import Float8Matmul
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import apply, untraced

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from f8sub.linear.plan_in_use import recipes_entered
+from f8sub.linear.autocast import recipes_entered
 from f8sub.torch_compat import tree_leaves
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import local_tensor

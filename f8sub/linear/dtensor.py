@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from f8sub.delayed.layers import states_of
+from f8sub.delayed.state import states_of
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Tile
 from f8sub.kernels.gemm.select import Plan

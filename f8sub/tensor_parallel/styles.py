@@ -23,9 +23,7 @@ from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource, Sources
 from f8sub.linear.dtensor import Cut, Named
-from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.forwards import plan_of, sources_of
-from f8sub.linear.one_node import Unnamed
+from f8sub.linear.float8_linear import Float8Linear, Unnamed, plan_of, sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, compiling, untraced
@@ -238,7 +236,7 @@ def _gathered(
 
 @in_graph
 def _node(x: DTensor, key: str, dtype: torch.dtype) -> DTensor:
-    """``_gathered`` in compiled code, see ``one_node.py``."""
+    """``_gathered`` in compiled code, see ``float8_linear.py``."""
     with compiling():
         return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared=False)
 

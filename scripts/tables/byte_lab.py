@@ -21,7 +21,7 @@ from rich.progress import track
 from torch import nn
 
 import f8sub
-from f8sub.delayed.layers import states_of
+from f8sub.delayed.state import states_of
 from f8sub.formats import Operand
 from f8sub.kernels.gemm import scaled_mm
 from f8sub.kernels.gemm.select import Plan

@@ -9,7 +9,7 @@ from torch import nn
 
 import f8sub
 from f8sub.checkpoint.gathered import blocks_of
-from f8sub.linear import matmul
+from f8sub.linear import float8_linear
 from tests.models import seed_weights
 
 BF16 = torch.bfloat16
@@ -47,7 +47,7 @@ def multiplied(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, tuple[t
     """Codes and scales of w that each layer's fprop multiplies in a forward under autocast to ``dtype``."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     running: list[str] = []
-    multiply = matmul.multiply
+    multiply = float8_linear.multiply
 
     def recorded(backend: str, a: Any, b: Any, *args: Any) -> torch.Tensor:
         found[running[-1]] = b.data.clone(), b.scale_inv.clone()
@@ -61,7 +61,7 @@ def multiplied(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, tuple[t
                 hooks.append(part.module.register_forward_pre_hook(enter))
     tokens = torch.arange(8).view(1, 8)
     with (
-        mock.patch.object(matmul, "multiply", recorded),
+        mock.patch.object(float8_linear, "multiply", recorded),
         torch.no_grad(),
         torch.autocast("cpu", dtype),
     ):

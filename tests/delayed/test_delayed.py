@@ -9,11 +9,11 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.delayed import layers
+from f8sub.delayed import state
 from f8sub.delayed.state import OPERANDS
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
-from f8sub.linear import matmul
+from f8sub.linear import float8_linear
 from f8sub.weights.cast import rowwise_of
 from tests import oracle
 from tests.data_sets import gaussian, generator
@@ -93,7 +93,7 @@ def test_a_first_step_multiplies_what_quantize_shows(margin, dy_margin, margin_o
         multiplied.append((a, b))
         return select.gemm_nt(backend, a, b, *how)
 
-    monkeypatch.setattr(matmul, "multiply", seen)
+    monkeypatch.setattr(float8_linear, "multiply", seen)
     run(layer, x, dy)
     (x_row, w_row), (dy_row, w_col), (dy_col, x_col) = multiplied
     cases = {
@@ -257,10 +257,10 @@ def test_an_algorithm_that_returns_something_else_is_told(name):
 def test_recipes_that_differ_in_an_algorithm_share_no_state():
     first, second = (f8sub.get_recipe("delayed", amax_compute_algo=name) for name in ("max", "most_recent"))
     layer = layer_of(amax_compute_algo="max")
-    assert layers.state_of(layer, first) is state_of(layer)
-    other = layers.state_of(layer, second)
-    assert other is not layers.state_of(layer, first)
-    assert layers.state_of(layer, second) is other
+    assert state.state_of(layer, first) is state_of(layer)
+    other = state.state_of(layer, second)
+    assert other is not state.state_of(layer, first)
+    assert state.state_of(layer, second) is other
     run(layer, *data(1))
     assert not any(history.any() for history in other.histories)
     assert len({key for key in layer.state_dict() if key.endswith("history_x")}) == 2

@@ -11,7 +11,7 @@ from torch import nn
 
 import f8sub
 from f8sub.diagnostics.bytes import Bytes
-from f8sub.linear import matmul
+from f8sub.linear import float8_linear
 from tests.convert.models import mlp
 from tests.data_sets import gaussian, generator
 from tests.kept_x import RECIPES, WAYS, WIDTH, blocks, is_derivable, model_of, nodes_of
@@ -89,13 +89,13 @@ def test_weights_that_are_not_sharded(recipe):
 def made_in_backward(y: torch.Tensor, kept: dict[int, int]) -> int:
     """Bytes of what the GEMMs of ``y``'s backward read in float8, but for storages that are ``kept``."""
     read: list[torch.Tensor] = []
-    gemm_nt = matmul.multiply
+    gemm_nt = float8_linear.multiply
 
     def spy(backend: str, a: Any, b: Any, *args: Any) -> torch.Tensor:
         read.extend((*a.tensors, *b.tensors))
         return gemm_nt(backend, a, b, *args)
 
-    with mock.patch.object(matmul, "multiply", spy):
+    with mock.patch.object(float8_linear, "multiply", spy):
         y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
     return sum(size for address, size in storages(read).items() if address not in kept)
 

@@ -11,7 +11,7 @@ from torch import nn
 peft = pytest.importorskip("peft")
 
 import f8sub  # noqa: E402
-from f8sub.delayed.layers import states_of  # noqa: E402
+from f8sub.delayed.state import states_of  # noqa: E402
 from f8sub.experts import grouped_linear, seams  # noqa: E402
 from f8sub.experts.module import Float8Experts  # noqa: E402
 from tests.data_sets import gaussian, generator  # noqa: E402

@@ -9,7 +9,7 @@ from torch import nn
 
 import f8sub
 from f8sub.kernels.gemm.select import select_gemm
-from f8sub.linear import plan_in_use
+from f8sub.linear import autocast
 from tests.data_sets import gaussian, generator
 from tests.layers import OTHER, OWN, Block, K, M, N, block, on_each_recipe, results, under, x_of
 from tests.models import equal, seed_weights
@@ -100,13 +100,13 @@ def test_a_backend_asked_for_by_name_is_kept():
     """Both run on the CPU; which one did shows in which kernels ran."""
     model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe=OWN, backend="reference")
     with f8sub.autocast(OTHER):
-        plan = plan_in_use.plan_in_use(model[0], model[0].weight)
+        plan = autocast.plan_in_use(model[0], model[0].weight)
     assert plan.recipe.name == OTHER
     assert (plan.fprop, plan.dgrad, plan.wgrad) == ("reference",) * 3
     automatic = f8sub.convert_to_float8(nn.Sequential(nn.Linear(K, N)), recipe=OWN)
     spec = f8sub.get_recipe(OTHER).fprop
     with f8sub.autocast(OTHER):
-        plan = plan_in_use.plan_in_use(automatic[0], automatic[0].weight)
+        plan = autocast.plan_in_use(automatic[0], automatic[0].weight)
     assert plan.fprop == select_gemm(spec, torch.device("cpu"))
     assert automatic[0].plan.fprop == "scaled_mm"
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.linear import plan_in_use
+from f8sub.linear import autocast
 from tests.layers import OTHER, OWN, Block, K, M, N, block, dy_of, on_each_recipe, results, under, x_of
 from tests.models import equal, seed_weights
 
@@ -140,22 +140,22 @@ def test_evaluation_in_a_context_does_not_stop_a_reentrant_checkpoint():
 def test_nothing_is_remembered_where_no_context_was_entered_or_nothing_is_repeated(monkeypatch):
     model = block()
     results(model, under(f8sub.autocast(OTHER)))
-    assert not any(layer in plan_in_use._records for layer in model.modules())
-    monkeypatch.setattr(plan_in_use, "was_entered", False)
+    assert not any(layer in autocast._records for layer in model.modules())
+    monkeypatch.setattr(autocast, "was_entered", False)
     model = block()
     for reentrant in (True, False):
         results(model, checkpointed(reentrant))
-    assert not any(layer in plan_in_use._records for layer in model.modules())
+    assert not any(layer in autocast._records for layer in model.modules())
     with f8sub.autocast():
         pass
     results(model, checkpointed(False))
-    assert all(layer in plan_in_use._records for layer in (model.gate, model.up, model.down))
+    assert all(layer in autocast._records for layer in (model.gate, model.up, model.down))
 
 
 def test_what_is_remembered_dies_with_the_graph():
     model, run = block(), checkpointed(False, f8sub.autocast(OTHER))
     y = run(model, x_of(M, K))
-    record = plan_in_use._records[model.gate]
+    record = autocast._records[model.gate]
     assert len(record._nodes) == 1
     y.backward(dy_of(y))
     del y

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.delayed import state
-from f8sub.delayed.layers import states_of
+from f8sub.delayed.state import states_of
 from tests.compiling import compile_blocks
 from tests.convert.models import K, mlp
 from tests.data_sets import gaussian, generator

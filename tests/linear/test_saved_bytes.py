@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8sub
-from f8sub.linear import matmul
+from f8sub.linear import float8_linear
 from tests import oracle
 from tests.compiling import SavedShapes
 from tests.counting import FLOAT8, Float8Work
@@ -180,8 +180,8 @@ def test_what_dgrad_read_is_gone_when_wgrad_runs(monkeypatch):
         read.extend(weakref.ref(operand.data) for operand in (a, b))
         return run(backend, a, b, *how)
 
-    run = matmul.multiply
-    monkeypatch.setattr(matmul, "multiply", multiply)
+    run = float8_linear.multiply
+    monkeypatch.setattr(float8_linear, "multiply", multiply)
     y.backward(gaussian(y.shape, generator(2)))
     assert alive == [[], [False, False]]
 

@@ -9,8 +9,7 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module, ModuleList
 
-from f8sub.delayed.layers import ScalingStates
-from f8sub.delayed.state import ScalingState
+from f8sub.delayed.state import ScalingState, ScalingStates
 from f8sub.diagnostics.conversion_report import conversion_report
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.options import Options, convert

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
-from f8sub.delayed.layers import states_of
+from f8sub.delayed.state import states_of
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, equal, float8_layers, seed_weights
 from tests.wire import Wire

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from f8sub.delayed.layers import states_of
+from f8sub.delayed.state import states_of
 from f8sub.diagnostics.sample import Sample
 from f8sub.weights.exchange import Exchange
 from tests.integrations.torchtitan import gloo

@@ -13,9 +13,8 @@ from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
-from f8sub.weights.dropped_shard import LoadedCodes
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.primary_weight import PrimaryWeight
+from f8sub.weights.primary_weight import LoadedCodes, PrimaryWeight
 from f8sub.weights.weight import local_tensor
 
 

@@ -24,7 +24,7 @@ from f8sub.checkpoint.stream import (
 )
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import is_fsdp_module
-from f8sub.weights.gather_values import gather_values
+from f8sub.weights.checks import gather_values
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in a file, as Hugging Face's ``save_pretrained`` has it."""

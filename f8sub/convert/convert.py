@@ -44,13 +44,11 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import CONVERSION, remove_hook, require
+from f8sub.weights.checks import Fsdp1, ShardChecks
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.fsdp1 import Fsdp1
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.non_finite import HeldWeights
+from f8sub.weights.non_finite import HeldWeights, SkippedSteps
 from f8sub.weights.precompute_scales import watch_optimizer_steps
-from f8sub.weights.shard_checks import ShardChecks
-from f8sub.weights.skipped_steps import SkippedSteps
 from f8sub.weights.weight import take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)

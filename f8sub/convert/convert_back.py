@@ -14,8 +14,8 @@ from f8sub.errors import Float8ConfigError
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.shared_input import close_scope, open_scope
 from f8sub.torch_compat import remove_hook
+from f8sub.weights.checks import warn_of_fsdp1
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.fsdp1 import warn_of_fsdp1
 from f8sub.weights.weight import Weight
 
 Model = TypeVar("Model", bound=torch.nn.Module)

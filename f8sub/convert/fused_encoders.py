@@ -8,8 +8,7 @@ import torch
 from typing_extensions import override
 
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import LayerGuest
+from f8sub.weights.conversion import Conversion, LayerGuest
 
 
 class FusedEncoders(LayerGuest):

@@ -11,7 +11,7 @@ from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, KEEP_X, why_not_kept
-from f8sub.weights.guests import LayerGuest
+from f8sub.weights.conversion import LayerGuest
 
 
 def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:

@@ -14,10 +14,8 @@ from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
-from f8sub.weights.cast import rowwise_of
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import Guest, LayerGuest
-from f8sub.weights.master_weight import Cell, MasterWeight
+from f8sub.weights.conversion import Conversion, Guest, LayerGuest
+from f8sub.weights.master_weight import Cell, MasterWeight, rowwise_of
 from f8sub.weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of, take_place
 

@@ -9,8 +9,7 @@ from typing_extensions import override
 from f8sub.errors import Float8Warning
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.recipe import get_recipe, recipe_names
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import LayerGuest
+from f8sub.weights.conversion import Conversion, LayerGuest
 
 REFERENCE_TIMES_BF16 = 30
 """How many times as long as bf16 a layer takes on a GPU whose GEMMs are the reference's.

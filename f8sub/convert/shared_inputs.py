@@ -5,8 +5,7 @@ from typing_extensions import override
 
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.shared_input import close_scope, open_scope
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import LayerGuest
+from f8sub.weights.conversion import Conversion, LayerGuest
 
 
 class SharedInputs(LayerGuest):

@@ -40,12 +40,10 @@ from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
 from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes, remove_hook, running_ddp
-from f8sub.weights.conversion import Conversion
+from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest, LayerGuest
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.non_finite import HeldWeights, weight_amaxes
-from f8sub.weights.skipped_steps import SkippedSteps
+from f8sub.weights.non_finite import HeldWeights, SkippedSteps, weight_amaxes
 from f8sub.weights.weight import WeightRecord, local_tensor
 
 _last_steps: weakref.WeakKeyDictionary[WeightRecord, int] = weakref.WeakKeyDictionary()

@@ -15,8 +15,8 @@ from f8sub.delayed.state import OPERANDS, ScalingState, W, roll, sizes_of
 from f8sub.errors import Float8ConfigError
 from f8sub.host_copy import constant
 from f8sub.torch_compat import is_joining, leave_buffers
+from f8sub.weights.agreement import own_group
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.ranks import own_group
 from f8sub.weights.weight import WeightRecord
 
 Held = tuple[WeightRecord, ScalingState]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_metadata_inference
-from f8sub.weights.gather_values import gather_values
+from f8sub.weights.checks import gather_values
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import PrimaryWeight
 from f8sub.weights.weight import local_tensor

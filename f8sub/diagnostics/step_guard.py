@@ -11,7 +11,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.skipped_steps import SkippedSteps
+from f8sub.weights.non_finite import SkippedSteps
 from f8sub.weights.weight import local_tensor
 
 

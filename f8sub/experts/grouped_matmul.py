@@ -21,8 +21,7 @@ from f8sub.kernels.grouped.quantize import (
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear.shared_input import cast_or_share_tokens
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.weights.cast import rowwise_of
-from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.weight import Weight
 
 

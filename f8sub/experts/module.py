@@ -17,8 +17,7 @@ from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
 from f8sub.linear.float8_linear import refuse_compiling, sources_of
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import LayerGuest
+from f8sub.weights.conversion import Conversion, LayerGuest
 from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import casting, check_assigned, check_not_raw, exported, local_tensor
 

@@ -40,9 +40,8 @@ from f8sub.linear.shared_input import Call
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, compiling, is_dtensor, untraced
-from f8sub.weights.cast import last_cast, quantize_rowwise, rowwise_of
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, reassigned
+from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, reassigned, rowwise_of
 from f8sub.weights.weight import (
     Weight,
     WeightRecord,

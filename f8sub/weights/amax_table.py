@@ -17,7 +17,7 @@ from f8sub.weights.shard import Shard
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launch
-    from f8sub.weights.guests import Guest, Region
+    from f8sub.weights.conversion import Guest, Region
 
 _FEW = 8192  # elements; on a CPU ``_foreach_norm`` takes 2.8 ns for each, and larger weights are faster one by one
 

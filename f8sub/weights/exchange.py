@@ -7,7 +7,7 @@
 - ``precompute_scales.py`` asks every exchange of a model for a reduction, and enters optimizer steps.
 - The amax table (``amax_table.py``) is flat float32 memory. Shards and unsharded weights look at its parts, so that
   scales that are written there are theirs. What is wrong with the weights is told one reduction later.
-- A region (``guests.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is over
+- A region (``conversion.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is over
   all ranks that hold the layers, HSDP's replicas too. Any other one is over the ranks that shard the weights.
 
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows. An optimizer step, a
@@ -40,16 +40,14 @@ import torch.distributed as dist
 from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import after_reductions, graph_task, is_capturing
-from f8sub.weights.agreement import PATIENCE, all_arrive, all_told, tell
+from f8sub.weights.agreement import PATIENCE, OwnGroup, all_arrive, all_told, own_group, tell
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
-from f8sub.weights.ranks import OwnGroup, own_group
 from f8sub.weights.shard import Shard
 from f8sub.weights.weight import Weight, WeightRecord
 
 if TYPE_CHECKING:
-    from f8sub.weights.conversion import Conversion
-    from f8sub.weights.guests import Region
+    from f8sub.weights.conversion import Conversion, Region
 
 _RANGE_SLACK = 1.0 + 2.0**-4
 """Codes cast with an older scale may exceed the format's range by this factor, half a step of e4m3's rounding."""

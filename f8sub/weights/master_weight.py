@@ -2,8 +2,11 @@
 
 Codes are cast from it once and used until it changes. Version counters cannot tell when: foreach and fused AdamW and
 ``dcp.load`` bump none. So every operator that writes to it marks a cell that all views of the storage share.
+
+The rowwise operand of a weight that is not gathered as float8 is cast once, too, and kept until the weight changes.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +15,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from f8sub.formats import Operand
+from f8sub.formats import Float8Format, Operand, present
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
 from f8sub.tensor.op_schema import Operator, describe
 from f8sub.torch_compat import (
     is_capturing,
@@ -38,7 +43,7 @@ class Cell:
         number: unique in this process. FSDP2 gives a weight new storages, whose epochs may equal the old one's.
         epoch: number of operators that wrote to the storage.
         storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
-        cast: the codes cast last and what they were cast from, see ``weights/cast.py``.
+        cast: the codes cast last and what they were cast from, see ``weights/master_weight.py``.
         record: of the weight, or of one of those that are tied; None where it is no module's.
         replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
         copied: what ``copies`` compares.
@@ -355,3 +360,55 @@ def _make_master_again(record: WeightRecord) -> None:
     else:
         master.cell.shared = True  # by the state dict
         setattr(record.module, record.name, torch.nn.Parameter(master, weight.requires_grad))
+
+
+def rowwise_of(
+    weight: MasterWeight,
+    format: Float8Format,
+    dtype: torch.dtype,
+    source: LayerSource = CURRENT,
+    through: torch.dtype | None = None,
+) -> Operand:
+    """A master weight's rowwise operand, cast once and kept until the weight changes.
+
+    A function, not a method: torch.compile takes a method of a tensor for an operator.
+
+    Args:
+        weight: (N, K), not sharded.
+        format: of the codes.
+        dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
+        source: of the scale.
+        through: rounded to before ``dtype``: the weight's dtype in the model, where that is another.
+    """
+    if torch.compiler.is_compiling():
+        return quantize_rowwise((weight if through is None else weight.to(through)).to(dtype), format, source)
+    cell = weight.cell
+    # A CUDA graph that recorded no cast would read these codes after every later step; and so would eager code
+    # beside a graph that recorded the step.
+    owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
+    # Views share the cell: a transposed weight, or some of its rows, has other codes.
+    place = weight.shape, weight.stride(), weight.storage_offset()
+    key = weight.state, place, format, dtype, source.generation
+    if owned and cell.cast is not None and cell.cast[0] == key:
+        return cell.cast[1]
+    # The cast outlives this forward, and a later backward cannot save inference tensors.
+    inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(mode=False) if inference else contextlib.nullcontext():
+        values = weight.plain if through is None else weight.plain.to(through)
+        operand = quantize_rowwise(values if values.dtype is dtype else values.to(dtype), format, source)
+    # Under FakeTensorMode the codes of a real weight are fake, and must not outlive the mode.
+    cell.cast = (key, operand) if owned and type(operand.data) is torch.Tensor else None
+    return operand
+
+
+def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
+    """What ``rowwise_of`` keeps, if that is of this format and dtype; None in compiled code."""
+    if torch.compiler.is_compiling() or weight.cell.cast is None:
+        return None
+    (*_, kept_format, kept_dtype, _), operand = weight.cell.cast
+    return operand if kept_format is format and kept_dtype is dtype else None
+
+
+def quantize_rowwise(weight: torch.Tensor, format: Float8Format, source: ScaleSource = CURRENT) -> Operand:
+    """A high-precision weight's rowwise operand; see ``rowwise_of``."""
+    return present(quantize(weight, format, None, source).rowwise)

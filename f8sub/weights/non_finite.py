@@ -1,8 +1,12 @@
-"""HeldWeights: NaN and infinity in the weights that no exchange covers, found without waiting."""
+"""HeldWeights: NaN and infinity in the weights that no exchange covers, found without waiting.
+
+SkippedSteps knows whether steps of a conversion's weights are skipped where a gradient is not finite.
+"""
 
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,10 +15,21 @@ from f8sub.errors import Float8NumericsError
 from f8sub.host_copy import HostCopy, constant
 from f8sub.torch_compat import is_capturing
 from f8sub.weights.amax_table import bad_weights
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.guests import Guest
+from f8sub.weights.conversion import Conversion, Guest
 from f8sub.weights.master_weight import MasterWeight, State
 from f8sub.weights.weight import WeightRecord, local_tensor, master_of
+
+
+class SkippedSteps(Guest):
+    """What skips the steps of a conversion's weights.
+
+    Attributes:
+        guards: that which skips them; each lives with its optimizer.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 FEW = 2048
 """Elements of a weight up to which ``_foreach_norm``, 2.8 ns each on a CPU, is faster than ``aminmax``, 5 us in all."""

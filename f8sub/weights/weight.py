@@ -10,7 +10,7 @@
 - A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it compares
   those that are sharded across ranks, and gives each a shard and an exchange.
 - A Shard (``shard.py``) is this rank's part. Its codes are cast right into the memory that FSDP2 sends
-  (``pending_codes.py``). The wire (``layout.py``) is what is sent: one uint8 matrix, with scales in its rows or none.
+  (``shard.py``). The wire (``layout.py``) is what is sent: one uint8 matrix, with scales in its rows or none.
   That form alone is right for uneven and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The
   scales come from an Exchange (``exchange.py``).
 - The hooks keep nothing: FSDP2 calls them more often than once a pass.

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import f8sub
-from f8sub.weights.pending_codes import PendingCodes
 from f8sub.weights.primary_weight import PrimaryWeight
+from f8sub.weights.shard import PendingCodes
 from scripts.bench.ranks import on_ranks
 from scripts.table import Table, finish, parser
 

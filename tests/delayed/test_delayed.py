@@ -14,7 +14,7 @@ from f8sub.delayed.state import OPERANDS
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from f8sub.linear import float8_linear
-from f8sub.weights.cast import rowwise_of
+from f8sub.weights.master_weight import rowwise_of
 from tests import oracle
 from tests.data_sets import gaussian, generator
 from tests.delayed.layers import (

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
 from f8sub.delayed import histories
-from f8sub.weights import cast, master_weight
+from f8sub.weights import master_weight
 from tests.models import loss_of, take_step, transformer
 
 RECIPES = ("rowwise", "blockwise", "gridquant", "mxfp8", "nvfp4")
@@ -37,7 +37,7 @@ def trained(recipe: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_the_host_reads_nothing_and_what_replays_write_to_weights_is_seen(recipe, monkeypatch):
     model, optimizer = trained(recipe)
     with monkeypatch.context() as captured, Capture():
-        for module in (master_weight, cast):
+        for module in (master_weight, master_weight):
             captured.setattr(module, "is_capturing", lambda tensor: True)
         loss_of(model, 1, 0).backward()
         optimizer.step()

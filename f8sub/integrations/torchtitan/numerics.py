@@ -16,7 +16,7 @@ from f8sub.diagnostics.statistics import Statistics
 from f8sub.diagnostics.writers import jsonl
 from f8sub.gradients.reduce_gradients import GradientReduction
 from f8sub.integrations.torchtitan.graphs import launch_next
-from f8sub.weights.gather_values import gather_values
+from f8sub.weights.checks import gather_values
 
 WANTED = "float8_monitor"
 """Attribute of a converted model: one step of how many is measured, and the file. Copies for pipelines keep it."""

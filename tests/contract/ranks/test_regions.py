@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import f8sub
-from f8sub.weights.conversion import Conversion
+from f8sub.weights.conversion import Conversion, Guest
 from f8sub.weights.exchange import Exchange
-from f8sub.weights.guests import Guest
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, replicated, seed_weights, shard
 from tests.wire import Wire

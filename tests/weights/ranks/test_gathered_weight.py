@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import f8sub
 from f8sub.convert import filters
-from f8sub.weights import pending_codes
+from f8sub.weights import shard as shards
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
 from tests.kernels.products import bits
@@ -122,7 +122,7 @@ def test_rows_past_a_short_shard_are_zero(rank, world, recipe):
     model = with_weight(recipe, 5)
     fully_shard(model)
     f8sub.precompute_scales(model)
-    rows, copy_in, sent = len(model.layers[0].weight.to_local()), pending_codes._copy_in, []
+    rows, copy_in, sent = len(model.layers[0].weight.to_local()), shards._copy_in, []
 
     def recorded(inputs, gathered, *sizes) -> tuple[torch.Tensor, torch.Tensor]:
         gathered.fill_(0xAB)
@@ -130,7 +130,7 @@ def test_rows_past_a_short_shard_are_zero(rank, world, recipe):
         sent.append(own[: inputs[0].numel()].view(len(inputs[0]), -1).clone())
         return own, gathered
 
-    with mock.patch.object(pending_codes, "_copy_in", recorded):
+    with mock.patch.object(shards, "_copy_in", recorded):
         model.unshard()
     past = sent[0][rows:]
     assert len(past) == (rank == 2)

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from f8sub.kernels import cuda
-from f8sub.weights import cast, exchange, pending_codes, precompute_scales
+from f8sub.weights import exchange, master_weight, precompute_scales
+from f8sub.weights import shard as shards
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.pending_codes import PendingCodes
-from f8sub.weights.shard import Shard
+from f8sub.weights.shard import PendingCodes, Shard
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, equal, float8_layers, loss_of, seed_weights, shard, shard_of, transformer
 from tests.selection import long_but
@@ -32,13 +32,13 @@ QUICK = [("tensorwise", 3), ("mxfp8", 3)]
 def count_casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Casts of each weight for an all-gather from now on."""
     casts: Counter[str] = Counter()
-    cast_into = pending_codes.cast_into
+    cast_into = shards.cast_into
 
     def counted(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
         casts.update(each.shard.fqn for each in pending)
         cast_into(pending, outs)
 
-    monkeypatch.setattr(pending_codes, "cast_into", counted)
+    monkeypatch.setattr(shards, "cast_into", counted)
     return casts
 
 
@@ -93,12 +93,12 @@ def test_other_operators_get_the_codes(rank, world):
     others = other.layout.stacked(other.cast(other.master))
     sizes = [codes.numel(), others.numel()]
     both = torch.full((sum(sizes),), 7, dtype=torch.uint8).split(sizes)
-    pending_codes.cast_into([pending, other.pending(other.master)], both)
+    shards.cast_into([pending, other.pending(other.master)], both)
     assert torch.equal(torch.cat(both), torch.cat([codes.view(-1), others.view(-1)]))
     own.pending(MasterWeight(own.master.plain.to("meta")))  # on another device, as under CPU offload
     assert own.pending(own.master) is pending
     offloaded = PendingCodes(own, MasterWeight(own.master.plain.clone()))
-    pending_codes.cast_into([offloaded], both[:1])
+    shards.cast_into([offloaded], both[:1])
     copy = weakref.ref(offloaded)
     del offloaded
     assert copy() is None
@@ -175,7 +175,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        cast_into = pending_codes.cast_into
+        cast_into = shards.cast_into
 
         def recorded(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
             self.casts.append((list(pending), list(outs)))
@@ -184,13 +184,13 @@ class Recorder:
         with pytest.MonkeyPatch.context() as monkeypatch:
             for module in (exchange, precompute_scales):
                 monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
-            monkeypatch.setattr(pending_codes, "cast_into", recorded)
+            monkeypatch.setattr(shards, "cast_into", recorded)
             yield
 
     def replay(self) -> list[torch.Tensor]:
         """What the casts of the last gathers wrote."""
         for pending, outs in self.casts:
-            pending_codes.cast_into(pending, outs)
+            shards.cast_into(pending, outs)
         return [out.clone() for _, outs in self.casts for out in outs]
 
 
@@ -242,7 +242,7 @@ def test_codes_of_an_unsharded_weight_are_not_kept_in_a_graph(recipe, monkeypatc
     layer(x)
     kept = layer.weight.cell.cast
     assert kept is not None
-    monkeypatch.setattr(cast, "is_capturing", lambda tensor: True)
+    monkeypatch.setattr(master_weight, "is_capturing", lambda tensor: True)
     y = layer(x)
     assert layer.weight.cell.cast is None
     y.backward(gaussian((8, 48), generator(2)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.weights import rank_check
+from f8sub.weights import checks
 from tests.data_sets import gaussian, generator
 from tests.models import BF16, Stack, refusal, replicated, seed_weights, shard
 from tests.selection import long_but
@@ -37,7 +37,7 @@ def converted(rank: int, world: int, option: str, precompute: bool) -> str:
     usual, odd, _ = OPTIONS[option]
     differing = option if rank == world - 1 else None
     if differing == VERSION:
-        rank_check.__version__ = "0.0.9"
+        checks.__version__ = "0.0.9"
     model = seed_weights(Stack(64, 96, 64)).to(torch.bfloat16 if differing == DTYPE else torch.float32)
     f8sub.convert_to_float8(model, **(odd if differing else usual))
     shard(model, BF16 if differing == POLICY else None)

@@ -40,8 +40,7 @@ from f8sub.estimator.estimate import Estimate, estimate
 from f8sub.estimator.estimate_step import StepEstimate, estimate_step
 from f8sub.experts.grouped_linear import grouped_linear
 from f8sub.experts.seams import register_experts
-from f8sub.experts.token_dispatch import dispatch_tokens_in_float8
-from f8sub.experts.token_exchange import exchange_tokens
+from f8sub.experts.token_dispatch import dispatch_tokens_in_float8, exchange_tokens
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.graphs.graph_step import GraphedStep, graph_step

@@ -11,7 +11,7 @@ from f8sub.estimator.estimate import estimate
 from f8sub.estimator.gpus import GPUS, gpu_of
 from f8sub.estimator.models import FORMS, load
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE
-from f8sub.experts.experts_option import AUTO_EXPERTS
+from f8sub.experts.seams import AUTO_EXPERTS
 from f8sub.recipe import recipe_names
 
 EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPERTS: AUTO_EXPERTS}

@@ -5,4 +5,3 @@ from f8sub.diagnostics import searched_experts as searched_experts
 from f8sub.diagnostics import sensitive_experts as sensitive_experts
 from f8sub.experts import converter as converter
 from f8sub.tensor import aten_ops as aten_ops
-from f8sub.tensor import slicing_ops as slicing_ops

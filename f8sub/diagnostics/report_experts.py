@@ -10,8 +10,7 @@ from f8sub.convert.layer_kinds import kind_of
 from f8sub.convert.other_weights import ROOT
 from f8sub.estimator.experts import ASSUMED, of_module
 from f8sub.estimator.shapes import expert_products
-from f8sub.experts.experts_option import AUTO_EXPERTS
-from f8sub.experts.seams import seam_of
+from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 

@@ -19,10 +19,9 @@ from f8sub.diagnostics.sample import (
     part_of,
     probes,
 )
-from f8sub.experts.grouped_linear import Product, watchers
-from f8sub.experts.grouped_matmul import Call, rowwise_of_experts
+from f8sub.experts.adapters import name_in
+from f8sub.experts.grouped_linear import GroupedCall, Product, rowwise_of_experts, watchers
 from f8sub.experts.module import Float8Experts
-from f8sub.experts.owners import name_in
 from f8sub.formats import Float8Format, Operand, present
 from f8sub.kernels.grouped.gemm import is_one_by_one, is_one_by_one_format
 from f8sub.kernels.grouped.operands import Groups
@@ -98,12 +97,12 @@ class _Watch:
             node.register_hook(functools.partial(self._note_gradients, name, groups, call))
 
     def _note_dy(
-        self, name: str, groups: Groups, call: Call, format: Float8Format | None, dy: torch.Tensor
+        self, name: str, groups: Groups, call: GroupedCall, format: Float8Format | None, dy: torch.Tensor
     ) -> None:
         with torch.no_grad():
             self._tokens(name, "dy", dy.contiguous(), groups, format, call.sources.dy)
 
-    def _note_gradients(self, name: str, groups: Groups, call: Call, gradients: Any, _: Any) -> None:
+    def _note_gradients(self, name: str, groups: Groups, call: GroupedCall, gradients: Any, _: Any) -> None:
         recipe, (dx, dw) = call.plan.recipe, gradients[:2]
         with torch.no_grad():
             if dx is not None:
@@ -169,7 +168,7 @@ def _nodes_of_experts(y: torch.Tensor) -> list[torch.autograd.graph.Node]:
 
 
 def _weights(
-    module: Float8Experts, attribute: str, weight: torch.Tensor, call: Call, format: Float8Format
+    module: Float8Experts, attribute: str, weight: torch.Tensor, call: GroupedCall, format: Float8Format
 ) -> Iterator[Any]:
     """Each expert's values and codes; of a weight that FSDP2 gathered in float8, those of this rank's shard."""
     if not isinstance(weight, Float8Tensor):

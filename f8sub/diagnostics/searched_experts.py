@@ -16,10 +16,9 @@ from f8sub.diagnostics.find_nonfinite import (
     gradients_seen,
     probes,
 )
-from f8sub.experts.adapters import own_parameter
+from f8sub.experts.adapters import is_of, own_parameter
 from f8sub.experts.grouped_linear import Product, watchers
 from f8sub.experts.module import Float8Experts
-from f8sub.experts.owners import is_of
 from f8sub.experts.seams import calls_grouped_linear, seam_of
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.torch_compat import is_metadata_inference

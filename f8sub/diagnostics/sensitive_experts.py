@@ -7,8 +7,7 @@ import torch
 from typing_extensions import override
 
 from f8sub.diagnostics.sensitivity import Note, Probe, probes
-from f8sub.experts.grouped_linear import Product, multiply, watchers
-from f8sub.experts.grouped_matmul import Call
+from f8sub.experts.grouped_linear import GroupedCall, Product, multiply, watchers
 from f8sub.experts.module import Float8Experts
 from f8sub.kernels.grouped.gemm import GroupedPlan
 
@@ -50,7 +49,7 @@ def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Float8Experts)}
 
 
-def _look(fqn: str, plan: GroupedPlan, product: Product, call: Call, note: Note) -> None:
+def _look(fqn: str, plan: GroupedPlan, product: Product, call: GroupedCall, note: Note) -> None:
     x, weight, groups, _, y = product
     with torch.no_grad():
         y8 = multiply(x.detach(), weight, groups, call._replace(plan=plan))

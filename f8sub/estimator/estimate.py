@@ -30,7 +30,7 @@ from f8sub.estimator.shapes import (
     shapes_of,
 )
 from f8sub.estimator.wire import Wire, wire
-from f8sub.experts.experts_option import refuse_unknown_experts
+from f8sub.experts.seams import refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 
 

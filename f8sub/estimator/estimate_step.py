@@ -37,7 +37,7 @@ from f8sub.estimator.shapes import Product, Shapes, shapes_of
 from f8sub.estimator.step_page import page
 from f8sub.estimator.timeline import Timeline, timeline
 from f8sub.estimator.wire import wire
-from f8sub.experts.experts_option import refuse_unknown_experts
+from f8sub.experts.seams import refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 

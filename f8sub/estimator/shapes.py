@@ -23,8 +23,7 @@ from f8sub.convert.other_weights import (
 from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8Warning
 from f8sub.estimator.counted_forward import count_of_made_up
-from f8sub.experts.experts_option import AUTO_EXPERTS
-from f8sub.experts.seams import seam_of
+from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.recipes import DEFAULT
 
 ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")

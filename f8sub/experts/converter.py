@@ -11,10 +11,9 @@ from f8sub.convert.filters import why_not_weight
 from f8sub.convert.primary_weights import refuse_delayed
 from f8sub.convert.sockets import Converter, converters
 from f8sub.estimator.experts import of_module, why_left
-from f8sub.experts import owners
-from f8sub.experts.experts_option import AUTO_EXPERTS, refuse_unknown_experts
+from f8sub.experts import adapters
 from f8sub.experts.module import Float8Experts, float8_class, plain_class
-from f8sub.experts.seams import seam_of
+from f8sub.experts.seams import AUTO_EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.formats import MULTIPLE
 from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.recipe import Recipe
@@ -92,7 +91,7 @@ class ExpertsConverter(Converter):
     def revert(self, module: torch.nn.Module) -> None:
         if isinstance(module, Float8Experts):
             plain = plain_class(module)
-            owners.leave(module)
+            adapters.leave(module)
             for guest in module.converted.layer_guests:
                 guest.left(module)
             for name in _OWN:

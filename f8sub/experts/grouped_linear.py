@@ -1,4 +1,9 @@
-"""grouped_linear: each expert's linear layer over its own tokens, differentiated."""
+"""grouped_linear: each expert's linear layer over its own tokens, differentiated.
+
+GroupedMatmul is the three grouped products of one call. Experts run one after the other, each as the linear layer that
+it is, for formats that groups of tokens have not. Where a format packs codes, or has a scale of the whole matrix or a
+transform along the tokens, an expert's tokens are a matrix of their own. Where groups lie is read on the host for that.
+"""
 
 import contextlib
 import threading
@@ -8,20 +13,172 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
-from f8sub.experts import one_by_one, owners
-from f8sub.experts.adapters import Adapted, own_parameter
-from f8sub.experts.grouped_matmul import Call, GroupedMatmul
-from f8sub.experts.transposed import Transposed
-from f8sub.formats import HIGH_PRECISION, MULTIPLE
+from f8sub.experts import adapters
+from f8sub.experts.adapters import Adapted, Transposed, own_parameter
+from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
+from f8sub.kernels import ops
+from f8sub.kernels.gemm.select import REFERENCE, Plan
+from f8sub.kernels.grouped import ops as grouped_ops
 from f8sub.kernels.grouped.gemm import GroupedPlan, in_high_precision, is_one_by_one
-from f8sub.kernels.grouped.operands import Groups
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_format, seen_transposed
+from f8sub.kernels.grouped.quantize import (
+    brought_to_rows,
+    cast_tokens,
+    cast_weights,
+    derive_columnwise_of_experts,
+    quantize_experts,
+    rowwise_of_weights,
+)
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import autocast
-from f8sub.linear.float8_linear import plan_of, sources_of
-from f8sub.linear.shared_input import ends_of, sharing_tokens
+from f8sub.linear.float8_linear import Float8Matmul, plan_of, sources_of
+from f8sub.linear.saved_input import AUTO
+from f8sub.linear.shared_input import cast_or_share_tokens, ends_of, sharing_tokens
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, change_and_restore, constant_result, is_dtensor
+from f8sub.torch_compat import (
+    apply,
+    autocast_dtype,
+    change_and_restore,
+    constant_result,
+    is_dtensor,
+    untraced,
+)
+from f8sub.weights.master_weight import MasterWeight, rowwise_of
+from f8sub.weights.weight import Weight
+
+
+class GroupedCall(NamedTuple):
+    """One call: the plan, the dtype that x and w are cast from, how the weight is stored, and whence scales come."""
+
+    plan: GroupedPlan
+    dtype: torch.dtype
+    transposed: bool
+    sources: Sources = CURRENT_SOURCES
+
+
+class GroupedMatmul(torch.autograd.Function):
+    """The three grouped products over raw tensors."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, call: GroupedCall
+    ) -> torch.Tensor:
+        plan, dtype, _, sources = call
+        recipe, groups = plan.recipe, Groups.of(ends, len(x))
+        spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
+        a, kept, _ = cast_or_share_tokens(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
+        x = x.to(dtype)
+        if a is None or spec.b is None:
+            y = grouped_ops.high_precision_rows(x, _values(w, call), groups)
+        else:
+            y = grouped_ops.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
+        saved: tuple[torch.Tensor, ...] = ()
+        if ctx.needs_input_grad[1]:
+            saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
+        ctx.save_for_backward(w, ends, *saved)
+        ctx.call, ctx.rows = call, len(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
+        w, ends, *saved = ctx.saved_tensors
+        call: GroupedCall = ctx.call
+        plan, dtype, _, sources = call
+        recipe, groups = plan.recipe, Groups.of(ends, ctx.rows)
+        dy = dy.contiguous()  # sum() hands over strides of 0
+        dx = dw = None
+        d, g = recipe.dgrad, recipe.wgrad
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        formats = d.a if needs_dx else None, g.a if needs_dw else None
+        a, left, amax = cast_tokens(dy, groups, *formats, plan.multiple, sources.dy.prior())
+        if amax is not None:
+            sources.dy.keep(amax)
+        if needs_dx:
+            if a is None or d.b is None:
+                dx = grouped_ops.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
+            else:
+                dx = grouped_ops.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
+        if needs_dw:
+            if left is None or g.b is None or plan.wgrad is None:
+                dw = grouped_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
+            else:
+                data, scale_inv, first, stops = saved
+                right = Tokens(data, scale_inv, g.b, Groups(first, stops, data.shape[1]), True)
+                dw = grouped_ops.weights(plan.wgrad, g, left, right, groups, w.dtype)
+            dw = dw.transpose(1, 2) if call.transposed else dw
+        return dx, dw, None, None
+
+
+def _values(w: torch.Tensor, call: GroupedCall) -> torch.Tensor:
+    """(E, N, K) in the call's dtype; what the codes stand for of a weight that is gathered in float8."""
+    values = _as_stored(w, call.dtype)
+    return values.transpose(1, 2) if call.transposed else values
+
+
+def _as_stored(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight's values in ``dtype``; no MasterWeight in eager code."""
+    if isinstance(w, MasterWeight) and not torch.compiler.is_compiling():
+        return w.plain.to(dtype)
+    return (w.dequantize() if isinstance(w, Float8Tensor) else w).to(dtype)
+
+
+def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: GroupedCall) -> ExpertWeights:
+    """All experts' rowwise operand: as gathered, as cast last, or cast now. Rounded to the call's dtype before."""
+    stored = seen_transposed(format) if call.transposed else format
+    flat = flat_format(stored, w.shape[1])
+    if isinstance(w, Float8Tensor):
+        if w.rowwise is None:
+            raise Float8ConfigError(f"{w!r} has no rowwise operand, which experts read")
+        found = ExpertWeights.of(w.rowwise, tuple(w.shape), stored)
+    elif isinstance(w, MasterWeight) and flat is not None and _keeps_codes(w):
+        rows: Any = w.flatten(0, 1)
+        made = rowwise_of(rows, flat, call.dtype, call.sources.w)
+        found = ExpertWeights.of(made, tuple(w.shape), stored)
+    elif isinstance(w, Weight) and not isinstance(w, MasterWeight) and flat is not None:
+        found = ExpertWeights.of(type(w).rowwise_codes(w, flat, call.dtype), tuple(w.shape), stored)
+    elif (prior := call.sources.w.prior()) is not None:
+        found = cast_weights(_as_stored(w, call.dtype), stored, prior)
+    else:
+        return rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
+    return brought_to_rows(found, format) if call.transposed else found
+
+
+def _keeps_codes(w: MasterWeight) -> bool:
+    """Whether codes of all experts' rows, one after the other, are kept until the weight changes."""
+    return w.is_contiguous() and not torch.compiler.is_compiling()
+
+
+def _columnwise(w: torch.Tensor, format: Float8Format, call: GroupedCall, dy: torch.Tensor) -> ExpertWeights:
+    """All experts' columnwise operand, derived from the rowwise codes, as a linear layer's is; not before ``dy``."""
+    rowwise = call.plan.recipe.fprop.b
+    if rowwise is None:
+        return quantize_experts(_values(w, call).transpose(1, 2), format)
+    after = ops.small_part_of(dy, None)
+    return derive_columnwise_of_experts(rowwise_of_experts(w, rowwise, call), format, after)
+
+
+@untraced
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    groups: Groups,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    transposed: bool,
+) -> torch.Tensor:
+    """``grouped_linear`` of a weight of (E, N, K), or (E, K, N) where ``transposed``; y in ``dtype``."""
+    call = Plan.make(recipe, torch.device(x.device.type), REFERENCE), dtype, CURRENT_SOURCES
+    counts = [end - first for first, end in groups.host_bounds]
+    *parts, past = x.split([*counts, len(x) - sum(counts)])
+    found = [
+        apply(Float8Matmul, part, stored.t() if transposed else stored, None, call, AUTO, False)
+        for part, stored in zip(parts, weight.unbind(0), strict=True)
+    ]
+    width = weight.shape[2 if transposed else 1]
+    return torch.cat([*found, past.new_zeros((len(past), width), dtype=dtype)])
 
 
 class Product(NamedTuple):
@@ -30,7 +187,7 @@ class Product(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor
     groups: Groups
-    call: Call | None
+    call: GroupedCall | None
     y: torch.Tensor
 
 
@@ -155,7 +312,7 @@ def grouped_linear(
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
-    call = Call(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
+    call = GroupedCall(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
     y = multiply(x, weight, groups, call)
     if autocast.was_entered and module is not None:
         autocast.remember(module, plan, y)
@@ -164,10 +321,10 @@ def grouped_linear(
     return y
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: Call) -> torch.Tensor:
+def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: GroupedCall) -> torch.Tensor:
     """The product of a call: that of all groups, or each expert's by itself where its recipe has no other."""
     if is_one_by_one(call.plan.recipe):
-        return one_by_one.linear(x, weight, groups, call.plan.recipe, call.dtype, call.transposed)
+        return linear(x, weight, groups, call.plan.recipe, call.dtype, call.transposed)
     y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
     return y
 
@@ -175,7 +332,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: Call) 
 def _module_of(weight: torch.Tensor) -> Any:
     """The converted module whose forward runs, or that the weight is of; None for no module."""
     if not _running.stack:
-        return owners.owner_of(weight)
+        return adapters.owner_of(weight)
     forward = _running.stack[-1]
     forward.calls()
     return forward.module
@@ -187,9 +344,9 @@ def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedP
     plan: GroupedPlan = module.plan
     if not autocast.was_entered and torch.compiler.is_compiling():
         return plan
-    name = owners.name_in(module, weight)
+    name = adapters.name_in(module, weight)
     if name is None:
-        owners.note(module, weight)
+        adapters.note(module, weight)
     return plan_of(module, weight if name is None else own_parameter(module, name))  # type: ignore[no-any-return]
 
 
@@ -218,7 +375,7 @@ def _named(recipe: str, device: str, backend: str) -> str:
 
 def _sources_of(module: Any, owner: Any, recipe: Recipe, weight: torch.Tensor) -> Sources:
     """The sources of a product with a weight of a converted module, which holds what they are made of."""
-    if module is not None and (name := owners.name_in(module, weight)) is not None:
+    if module is not None and (name := adapters.name_in(module, weight)) is not None:
         return sources_of(module, recipe, name)
     raise Float8ConfigError(
         f"{_name_of(owner)}: recipe {recipe.name!r} keeps a past of each weight, and this weight of "

@@ -8,10 +8,9 @@ import torch
 from typing_extensions import override
 
 from f8sub.errors import Float8ConfigError, jit_error
-from f8sub.experts import owners
+from f8sub.experts import adapters
 from f8sub.experts.adapters import adapters_apart, own_parameter
-from f8sub.experts.grouped_linear import grouped_linear, local_part, running
-from f8sub.experts.grouped_matmul import Call, rowwise_of_experts
+from f8sub.experts.grouped_linear import GroupedCall, grouped_linear, local_part, rowwise_of_experts, running
 from f8sub.experts.seams import Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import GroupedPlan
@@ -76,7 +75,7 @@ class Float8Experts(torch.nn.Module):
         format = self.plan.recipe.fprop.b
         if format is None:
             raise RuntimeError(f"{self.fqn}.{name} is read in high precision, so it has no codes")
-        call = Call(self.plan, dtype, self.weights[name], sources_of(self, self.plan.recipe, name))
+        call = GroupedCall(self.plan, dtype, self.weights[name], sources_of(self, self.plan.recipe, name))
         return rowwise_of_experts(local_part(own_parameter(self, name)), format, call)
 
     def is_gathered(self, name: str) -> bool:
@@ -86,7 +85,7 @@ class Float8Experts(torch.nn.Module):
 
     def enter_weights(self) -> None:
         """Enter the weights among those that were converted together."""
-        owners.enter(self)
+        adapters.enter(self)
         for name in self.weights:
             gathered = self.is_gathered(name)
             self.converted.add(self, name, f"{self.fqn}.{name}", self.format_of(name), gathered)

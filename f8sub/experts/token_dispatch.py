@@ -1,13 +1,134 @@
-"""torchtitan's dispatchers of tokens, which then exchange tokens in float8."""
+"""exchange_tokens: an all-to-all of rows, in float8 in one direction and as they are in the other, differentiated.
+
+Source: DeepSeek-V3 (arXiv 2412.19437, 3.3), which dispatches in float8 and combines in bfloat16.
+
+torchtitan's dispatchers of tokens then exchange tokens in float8.
+"""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError
-from f8sub.experts.token_exchange import exchange_tokens, wire_format
+from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
+from f8sub.kernels import reference
+from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.kernels.quantize import quantize
 from f8sub.recipe import Recipe, get_recipe
+from f8sub.torch_compat import apply
+
+
+def exchange_tokens(
+    x: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+    *,
+    recipe: Recipe | str,
+    combine: bool = False,
+) -> torch.Tensor:
+    """Send rows to other ranks, and get theirs, at one byte an element and a scale a tile in one direction.
+
+    A dispatch sends x in float8, in the format of the recipe's x, and its gradient in x's dtype. A combine sends x in
+    its dtype, and its gradient in the format of the recipe's dy. What arrives is in x's dtype, which holds the values
+    of the codes exactly. Experts of the same recipe cast these to the same values again: y and dx are bitwise those of
+    tokens that were sent as they are. dw reads tokens by columns, whose scales are others: an element differs where it
+    is subnormal under the scale of its row or its column.
+
+    Args:
+        x: (M, K), in float32, bfloat16 or float16.
+        output_splits: rows from each rank of the group.
+        input_splits: rows of x for each rank, M in all.
+        group: the ranks; None for all of the job.
+        recipe: one whose x and dy have powers of two as scales, each of a row or a part of it.
+        combine: see above.
+
+    Returns:
+        (sum of ``output_splits``, K), in x's dtype.
+
+    Raises:
+        Float8ConfigError: a recipe whose tiles are of several rows, or whose scales are not powers of two.
+        Float8ShapeError: x is no matrix of the rows that ``input_splits`` count.
+    """
+    found = get_recipe(recipe)
+    format = wire_format(found, combine=combine)
+    if x.dim() != 2 or x.shape[0] != sum(input_splits) or x.dtype not in HIGH_PRECISION:
+        raise Float8ShapeError(
+            f"tokens are exchanged as rows of a matrix in high precision, {sum(input_splits)} by input_splits, got "
+            f"{tuple(x.shape)} of {x.dtype}"
+        )
+    splits = list(output_splits), list(input_splits)
+    y: torch.Tensor = apply(_Exchange, x, splits, group or dist.group.WORLD, format, combine)
+    return y
+
+
+def wire_format(recipe: Recipe, *, combine: bool) -> Float8Format:
+    """The format of what crosses in float8: of a dispatch x, of a combine dy."""
+    format = recipe.dgrad.a if combine else recipe.fprop.a
+    if format is None or not format.is_plain or format.tile.rows != 1 or not format.scale_rule.is_power_of_2:
+        raise Float8ConfigError(
+            f"recipe {recipe.name!r} casts {'dy' if combine else 'x'} to {format}; tokens cross in codes of a byte "
+            "with a power of two for each row or part of a row, as rowwise and blockwise have"
+        )
+    return format
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        splits: tuple[list[int], list[int]],
+        group: dist.ProcessGroup,
+        format: Float8Format,
+        combine: bool,
+    ) -> torch.Tensor:
+        ctx.how = splits, group, format, combine
+        return _all_to_all(x, *splits, group) if combine else _in_float8(x, *splits, group, format)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        splits, group, format, combine = ctx.how
+        received, sent = splits
+        dx = (
+            _in_float8(dy, sent, received, group, format)
+            if combine
+            else _all_to_all(dy, sent, received, group)
+        )
+        return dx, None, None, None, None
+
+
+def _all_to_all(
+    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    received = x.new_empty((sum(output_splits), x.shape[1]))
+    dist.all_to_all_single(received, x.contiguous(), output_splits, input_splits, group)
+    return received
+
+
+def _in_float8(
+    x: torch.Tensor,
+    output_splits: list[int],
+    input_splits: list[int],
+    group: dist.ProcessGroup,
+    format: Float8Format,
+) -> torch.Tensor:
+    """One all-to-all of bytes: a row's codes, and its scales behind them."""
+    cols = x.shape[1]
+    # Copied, not .contiguous(): one row, or one scale a row, is contiguous with any stride and offset, and views of
+    # another element size want those of a new tensor.
+    made = unflat(present(quantize(x.contiguous(), format, None).rowwise))
+    scales = made.scale_inv.clone(memory_format=torch.contiguous_format)
+    sent = torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
+    received = _all_to_all(sent, output_splits, input_splits, group)
+    codes = received[:, :cols].contiguous()
+    scales = received[:, cols:].clone(memory_format=torch.contiguous_format)
+    operand = Operand(codes.view(format.dtype), scales.view(torch.float32), format)
+    return reference.dequantize(operand, x.dtype)
+
 
 _SEAMS = {"_dispatch_token_exchange": False, "_combine_token_exchange": True}
 """Methods of torchtitan 0.3's ``AllToAllTokenDispatcher`` that exchange tokens, and whether they combine."""

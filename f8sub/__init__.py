@@ -16,9 +16,8 @@ from f8sub.attention import prefer_cudnn_attention
 from f8sub.checkpoint.load import load_float8
 from f8sub.checkpoint.save import save_float8
 from f8sub.checkpoint.stream import float8_state_dict, float8_weights
-from f8sub.convert.convert import convert_to_float8
-from f8sub.convert.convert_back import convert_from_float8
-from f8sub.convert.migration_errors import no_attribute as _no_attribute
+from f8sub.convert.convert import convert_from_float8, convert_to_float8
+from f8sub.convert.messages import no_attribute as _no_attribute
 from f8sub.convert.primary_weights import drop_high_precision, restore_high_precision
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.diagnostics.compare import compare

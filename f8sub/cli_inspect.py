@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from f8sub.cli_choices import add_choice
-from f8sub.convert.sockets import EXPERTS
+from f8sub.convert.class_swap import EXPERTS
 from f8sub.errors import Float8ConfigError
 from f8sub.estimator.estimate import estimate
 from f8sub.estimator.gpus import GPUS, gpu_of

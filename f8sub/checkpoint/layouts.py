@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.convert.layer_kinds import kinds
+from f8sub.convert.filters import kinds
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 

@@ -17,7 +17,7 @@ from f8sub.checkpoint.gathered import (
 )
 from f8sub.checkpoint.names import Pieces, unwrapped
 from f8sub.convert.checks import refuse_other_than_a_module
-from f8sub.convert.layer_kinds import kinds
+from f8sub.convert.filters import kinds
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.formats import Float8Format
 from f8sub.tensor.float8_tensor import Float8Tensor

@@ -1,4 +1,4 @@
-"""nn.Linear to Float8Linear: in place, by class swap, before ``fully_shard``."""
+"""nn.Linear to Float8Linear and back: in place, by class swap, before ``fully_shard``."""
 
 import functools
 import inspect
@@ -7,49 +7,47 @@ from typing import Any, TypeVar
 
 import torch
 
-from f8sub.convert import sockets
+from f8sub.convert import class_swap
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
     is_converted,
     refuse_other_recipe,
+    refuse_other_than_a_module,
     refuse_sharded,
     refuse_taken_names,
     refuse_tied_apart,
     warn_of_quantized_origin,
 )
+from f8sub.convert.class_swap import EXPERTS, FusedEncoders, float8_class, plain_class
 from f8sub.convert.filters import (
     ALREADY,
     IN_FLOAT8,
     FilterFn,
     RecipeOrName,
     Selection,
+    idle_patterns,
     layer_recipes,
 )
-from f8sub.convert.fused_encoders import FusedEncoders
-from f8sub.convert.idle_patterns import idle_patterns
-from f8sub.convert.keep_x import KeepX, layer_keep_x, refuse_unkeepable
-from f8sub.convert.linear_subclasses import float8_class
-from f8sub.convert.migration_errors import refuse_foreign
-from f8sub.convert.nothing_converted import nothing_converted
+from f8sub.convert.keep_x import KeepX, SharedInputs, layer_keep_x, refuse_unkeepable
+from f8sub.convert.messages import ReferenceWarning, nothing_converted, refuse_foreign, warn_of_reencoding
 from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
-from f8sub.convert.reencoding_warning import warn_of_reencoding
-from f8sub.convert.reference_warning import ReferenceWarning
-from f8sub.convert.shared_inputs import SharedInputs
-from f8sub.convert.sockets import EXPERTS
-from f8sub.delayed.histories import DelayedHistories, DelayedLayers
+from f8sub.convert.swiglu_input import round_to_float8
+from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import StoredTransposed
 from f8sub.kernels.gemm.select import Plan
+from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
+from f8sub.linear.shared_input import close_scope, open_scope
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import CONVERSION, remove_hook, require
-from f8sub.weights.checks import Fsdp1, ShardChecks
+from f8sub.weights.checks import Fsdp1, ShardChecks, warn_of_fsdp1
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps
 from f8sub.weights.precompute_scales import watch_optimizer_steps
-from f8sub.weights.weight import take_place
+from f8sub.weights.weight import Weight, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -168,7 +166,7 @@ def _convert_selected(
     of_features: dict[str, Any],
 ) -> Model:
     require(CONVERSION)
-    for converter in sockets.converters:
+    for converter in class_swap.converters:
         converter.check(of_features)
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
@@ -195,7 +193,7 @@ def _convert_selected(
         converter.planned(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
         for fqn, reason in others.items()
         if reason is None and (recipe := selection.recipes.of(fqn)) is not None
-        for converter in sockets.converters
+        for converter in class_swap.converters
         if converter.takes(modules[fqn])
     ]
     if not chosen and not of_others:
@@ -236,7 +234,7 @@ def other_reasons(
         of_features: the features' own options by name.
     """
     reasons: dict[str, str | None] = {}
-    for converter in sockets.converters:
+    for converter in class_swap.converters:
         for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
             if is_converted(module):
                 reasons[fqn] = ALREADY
@@ -288,3 +286,54 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
     if not torch.compiler.is_compiling():
         conversion.refresh(gathered=True)
         remove_hook(check_ranks_hook, module)
+
+
+HOOKS = (check_ranks_hook, share_histories_hook, open_scope, close_scope, round_to_float8, warn_of_fsdp1)
+"""The hooks that a conversion puts on modules."""
+
+
+def convert_from_float8(model: Model) -> Model:
+    """Turn every ``Float8Linear`` back into the nn.Linear it was, in place, with the same parameters.
+
+    Raises:
+        Float8ConfigError: the model is sharded; load its state dict into a plain model instead. Or a converted module
+            has parametrizations.
+    """
+    refuse_other_than_a_module("convert_from_float8", model)
+    refuse_sharded(
+        model,
+        "convert_from_float8 takes a model before it is sharded; load the state dict into a plain model instead",
+    )
+    _refuse_parametrized(model)
+    module: Any
+    for module in model.modules():
+        for hook in HOOKS:
+            remove_hook(hook, module)
+        if not is_converted(module):
+            continue
+        conversion: Conversion = module.converted
+        for name, weight in list(module._parameters.items()):  # under other names, too, where it is pruned
+            if isinstance(weight, Weight):
+                replace_parameter(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
+        conversion.discard(module)
+        for converter in class_swap.converters:
+            if converter.takes(module):
+                converter.revert(module)
+        if isinstance(module, Float8Linear):
+            del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
+            for guest in conversion.layer_guests:
+                guest.left(module)
+            module.__class__ = plain_class(module)  # type: ignore[assignment]
+    Conversion.forget(model)
+    return model
+
+
+def _refuse_parametrized(model: torch.nn.Module) -> None:
+    """A parametrized module has a class that torch made of its float8 class."""
+    found = [m for m in model.modules() if is_converted(m) and "parametrizations" in m._modules]
+    if found:
+        fqns = ", ".join(module.fqn for module in found)  # type: ignore[misc]
+        raise Float8ConfigError(
+            f"{fqns}: convert_from_float8 cannot give back the class of a module that has parametrizations; call "
+            "torch.nn.utils.parametrize.remove_parametrizations for them before"
+        )

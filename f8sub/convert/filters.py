@@ -1,21 +1,63 @@
-"""Which layers are converted, and with which recipe: one reason for every layer that is not."""
+"""Which layers are converted, and with which recipe: one reason for every layer that is not.
 
+Layers are named by glob patterns; a pattern that does nothing is a warning, which says what was meant.
+"""
+
+import difflib
+import fnmatch
 import inspect
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from f8sub.convert.class_swap import why_not_class
 from f8sub.convert.defaults import default_reasons, too_small
-from f8sub.convert.linear_subclasses import why_not_class
-from f8sub.convert.patterns import matches
-from f8sub.errors import Float8ConfigError, shown
+from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.weights.weight import is_of_tensors
+
+
+def kind_of(fqn: str) -> str:
+    """The name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def kinds(fqns: Iterable[str]) -> list[str]:
+    """Each kind once, and the name of a layer that is the only one of its kind."""
+    found: dict[str, list[str]] = {}
+    for fqn in fqns:
+        found.setdefault(kind_of(fqn), []).append(fqn)
+    return list(map(name_of, found.values()))
+
+
+def name_of(alike: list[str]) -> str:
+    """The name of one layer, or the kind of several."""
+    return alike[0] if len(alike) == 1 else kind_of(alike[0])
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """Whether a glob pattern matches ``fqn`` as a run of whole segments.
+
+    ``"lm_head"`` matches ``model.lm_head`` and ``lm_head.proj``, never ``lm_head2``; ``"layers.0"`` matches
+    ``model.layers.0.mlp.up`` and not ``model.layers.01``.
+    """
+    segments, parts = fqn.split("."), pattern.split(".")
+    return any(
+        all(fnmatch.fnmatchcase(s, p) for s, p in zip(run, parts, strict=True))
+        for run in runs_of(segments, len(parts))
+    )
+
+
+def runs_of(segments: list[str], length: int) -> list[list[str]]:
+    """Every so many neighbours among the segments of a name."""
+    return [segments[i : i + length] for i in range(len(segments) - length + 1)]
+
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -178,3 +220,66 @@ def why_not_weight(weight: torch.Tensor, name: str = "its weight") -> str | None
             "for inference; convert the model with its weights in high precision"
         )
     return None
+
+
+MOST_SUGGESTIONS = 3
+"""Names that a warning about a pattern suggests."""
+
+
+def idle_patterns(
+    names: Sequence[str],
+    reasons: Mapping[str, str | None],
+    selection: Selection,
+    linears: Container[str],
+) -> tuple[str, ...]:
+    """Patterns that do nothing, after a warning about those of each option.
+
+    Args:
+        names: of all modules.
+        reasons: why each layer is not converted, one of ``IN_FLOAT8`` where it is.
+        selection: what the caller said.
+        linears: the names of the linear layers, which alone have a ``keep_x``.
+    """
+    converted = [fqn for fqn, reason in reasons.items() if reason in IN_FLOAT8]
+    others = {fqn: str(reason) for fqn, reason in reasons.items() if reason not in IN_FLOAT8}
+    unmatched = [("skip", p) for p in selection.skip if not any(matches(p, fqn) for fqn in names)]
+    unmatched += [("filter_fqns", p) for p in selection.filter_fqns if not any(p in fqn for fqn in names)]
+    found = [_with_nearest(f"{option}={p!r} matches nothing", p, names) for option, p in unmatched]
+    if found:
+        warnings.warn("; ".join(found), Float8Warning, stacklevel=4)
+    kept = [fqn for fqn in converted if fqn in linears]
+    for choices, layers in ((selection.recipes, converted), (selection.kept, kept)):
+        busy = set(map(choices.pattern_of, layers))
+        patterns = [pattern for pattern in choices.by_pattern if pattern not in busy]
+        if choices.is_for_all or not patterns:
+            continue
+        idle = [f"{pattern!r} {_why_idle(pattern, choices, layers, others)}" for pattern in patterns]
+        found += idle
+        warnings.warn(
+            f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
+            "layer's name decides, so put the finer ones first",
+            Float8Warning,
+            stacklevel=4,
+        )
+    return tuple(found)
+
+
+def _why_idle(
+    pattern: str, choices: LayerChoices[Any], converted: Sequence[str], others: Mapping[str, str]
+) -> str:
+    if taken := next((fqn for fqn in converted if matches(pattern, fqn)), None):
+        return (
+            f"matches only layers that an earlier pattern matches too ({choices.pattern_of(taken)!r} {taken})"
+        )
+    if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
+        return f"matches no layer that is converted ({left}: {others[left]})"
+    return _with_nearest("matches no linear layer", pattern, [*converted, *others])
+
+
+def _with_nearest(message: str, pattern: str, names: Iterable[str]) -> str:
+    """A message about a pattern that matches none of ``names``, with the runs of their segments that look like it."""
+    length = len(pattern.split("."))
+    kinds = dict.fromkeys(map(kind_of, names))
+    runs = dict.fromkeys(".".join(run) for kind in kinds for run in runs_of(kind.split("."), length))
+    found = difflib.get_close_matches(pattern, list(runs), MOST_SUGGESTIONS)
+    return message + (f" (nearest: {', '.join(found)})" if found else "")

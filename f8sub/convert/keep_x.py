@@ -1,4 +1,7 @@
-"""What layers are asked to keep of x, what "auto" is for an x, and what recipes refuse."""
+"""What layers are asked to keep of x, what "auto" is for an x, and what recipes refuse.
+
+Which modules of a converted model open a scope in which siblings share an x.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +14,8 @@ from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, KEEP_X, why_not_kept
-from f8sub.weights.conversion import LayerGuest
+from f8sub.linear.shared_input import close_scope, open_scope
+from f8sub.weights.conversion import Conversion, LayerGuest
 
 
 def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
@@ -49,3 +53,19 @@ class KeepX(LayerGuest):
     def deviation(self, layer: torch.nn.Module) -> str | None:
         keep_x = layer.keep_x if isinstance(layer, Float8Linear) else AUTO
         return None if keep_x == AUTO else f"keep_x={keep_x}"
+
+
+class SharedInputs(LayerGuest):
+    """What opens and closes the scopes of a converted model."""
+
+    @override
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        # Under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one.
+        shared: int | None = None
+        for module in model.modules():
+            if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
+                module.register_forward_pre_hook(open_scope)
+                own = module.register_forward_hook(close_scope, always_call=True).id
+                shared = own if shared is None else shared
+                for hooks in (module._forward_hooks, module._forward_hooks_always_called):
+                    hooks[shared] = hooks.pop(own)  # type: ignore[assignment]

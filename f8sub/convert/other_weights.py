@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
-from f8sub.convert.sockets import converters
+from f8sub.convert.class_swap import converters
 from f8sub.experts.seams import seam_of
 
 if TYPE_CHECKING:

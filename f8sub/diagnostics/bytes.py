@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.convert.layer_kinds import kind_of
+from f8sub.convert.filters import kind_of
 from f8sub.delayed.state import OPERANDS
 from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS
 from f8sub.formats import Float8Format

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.layer_kinds import kinds
+from f8sub.convert.filters import kinds
 from f8sub.linear.float8_linear import Float8Linear
 
 READ = re.compile(

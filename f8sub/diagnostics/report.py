@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
-from f8sub.convert.layer_kinds import kind_of, kinds, name_of
+from f8sub.convert.filters import kind_of, kinds, name_of
 from f8sub.convert.other_weights import (
     ROOT,
     OtherWeights,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import is_converted
-from f8sub.convert.layer_kinds import kind_of
+from f8sub.convert.filters import kind_of
 from f8sub.convert.other_weights import ROOT
 from f8sub.estimator.experts import ASSUMED, of_module
 from f8sub.estimator.shapes import expert_products

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from f8sub.convert.layer_kinds import kind_of
+from f8sub.convert.filters import kind_of
 from f8sub.errors import Float8ConfigError
 from f8sub.estimator.experts import by_module, gain_of
 from f8sub.estimator.gpus import Gpu

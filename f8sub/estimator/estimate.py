@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.layer_kinds import name_of
-from f8sub.convert.sockets import EXPERTS
+from f8sub.convert.class_swap import EXPERTS
+from f8sub.convert.filters import name_of
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.estimator import seconds
 from f8sub.estimator.adapter_memory import Adapters, adapters_of

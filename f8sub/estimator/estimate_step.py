@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.sockets import EXPERTS
+from f8sub.convert.class_swap import EXPERTS
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.estimator.advice import fits, one_of
 from f8sub.estimator.cluster import (

@@ -7,7 +7,7 @@ GPUs are an H200's, scaled by what data sheets say of both, but for the copies o
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from f8sub.convert.reference_warning import REFERENCE_TIMES_BF16
+from f8sub.convert.messages import REFERENCE_TIMES_BF16
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import ALL, Float8Format, ScaleRule
 from f8sub.recipe import GemmSpec

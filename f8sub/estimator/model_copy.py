@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.linear_subclasses import plain_class_of
+from f8sub.convert.class_swap import plain_class_of
 from f8sub.experts.module import Float8Experts, plain_class
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import is_fsdp_class

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
-from f8sub.convert.reference_warning import REFERENCE_TIMES_BF16
+from f8sub.convert.messages import REFERENCE_TIMES_BF16
 
 if TYPE_CHECKING:
     from f8sub.estimator.estimate import Estimate, LayerGroup

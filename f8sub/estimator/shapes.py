@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
+from f8sub.convert.class_swap import EXPERTS
 from f8sub.convert.convert import other_reasons
 from f8sub.convert.defaults import HEAD, default_reasons
-from f8sub.convert.filters import Selection, layer_recipes
-from f8sub.convert.idle_patterns import idle_patterns
+from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_recipes
 from f8sub.convert.keep_x import layer_keep_x
-from f8sub.convert.layer_kinds import kind_of
 from f8sub.convert.other_weights import (
     ROOT,
     active_share,
     active_share_of_linear,
     other_weights,
 )
-from f8sub.convert.sockets import EXPERTS
 from f8sub.errors import Float8Warning
 from f8sub.estimator.counted_forward import count_of_made_up
 from f8sub.experts.seams import AUTO_EXPERTS, seam_of

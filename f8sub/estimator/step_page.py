@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from f8sub.convert.reference_warning import REFERENCE_TIMES_BF16
+from f8sub.convert.messages import REFERENCE_TIMES_BF16
 from f8sub.estimator.seconds import HOST_BF16
 
 if TYPE_CHECKING:

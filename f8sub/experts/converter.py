@@ -7,9 +7,9 @@ import torch
 from typing_extensions import override
 
 from f8sub.convert.checks import refuse_taken_names
+from f8sub.convert.class_swap import Converter, converters
 from f8sub.convert.filters import why_not_weight
 from f8sub.convert.primary_weights import refuse_delayed
-from f8sub.convert.sockets import Converter, converters
 from f8sub.estimator.experts import of_module, why_left
 from f8sub.experts import adapters
 from f8sub.experts.module import Float8Experts, float8_class, plain_class

@@ -19,7 +19,7 @@ from torch import nn
 
 import f8sub
 from f8sub.convert.keep_x import why_not_kept
-from f8sub.convert.reencoding_warning import reencodes
+from f8sub.convert.messages import reencodes
 from f8sub.linear.saved_input import KEEP_X
 from scripts.table import Table, cell, finish, parser
 from scripts.tables import byte_lab

@@ -15,15 +15,15 @@ AGAINST_IT = {
     ("experts.converter", "convert.checks"),
     ("experts.converter", "convert.filters"),
     ("experts.converter", "convert.primary_weights"),
-    ("experts.converter", "convert.sockets"),
+    ("experts.converter", "convert.class_swap"),
     ("experts.converter", "estimator.experts"),
 }
 """Imports that still run against the order. No other may."""
 MOST_IMPORTS_ACROSS_ROOMS = 760
 MOST_PAIRS_OF_ROOMS = 78
 ASSIGNED_FROM_ELSEWHERE = {
-    "convert.linear_subclasses.extensions",
-    "convert.sockets.converters",
+    "convert.class_swap.extensions",
+    "convert.class_swap.converters",
     "diagnostics.find_nonfinite.probes",
     "diagnostics.sample.probes",
     "diagnostics.sensitivity.probes",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import f8sub
-from f8sub.convert.linear_subclasses import extensions
+from f8sub.convert.class_swap import extensions
 from tests.convert.models import K, converted, mlp, reasons, x_of
 from tests.models import silenced
 

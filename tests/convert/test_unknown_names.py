@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.convert.migration_errors import NAMES
+from f8sub.convert.messages import NAMES
 from f8sub.errors import nearest, shown
 from tests.convert.models import mlp
 from tests.docs.pages import ROOT

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.convert.sockets import EXPERTS
+from f8sub.convert.class_swap import EXPERTS
 from f8sub.estimator.experts import LEAST, MANY, gain_of
 from f8sub.estimator.gpus import B200, H100, H200
 from f8sub.estimator.shapes import Product, shapes_of

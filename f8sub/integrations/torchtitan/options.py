@@ -6,13 +6,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from f8sub.convert.class_swap import EXPERTS, extensions
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.defaults import MIN_DIM
-from f8sub.convert.filters import layer_recipes
+from f8sub.convert.filters import kind_of, layer_recipes
 from f8sub.convert.keep_x import layer_keep_x
-from f8sub.convert.layer_kinds import kind_of
-from f8sub.convert.linear_subclasses import extensions
-from f8sub.convert.sockets import EXPERTS
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.integrations.torchtitan.checkpointed import KEEP, set_policy

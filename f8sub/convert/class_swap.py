@@ -1,12 +1,20 @@
-"""Which classes of linear layers are converted, and to which."""
+"""Which classes are converted, and to which: those of linear layers, and kinds of modules that features add.
 
-from collections.abc import Mapping
-from typing import Any
+Without gradients ``nn.TransformerEncoderLayer`` multiplies by the weights of ``linear1`` and ``linear2`` itself, and
+``nn.TransformerEncoder`` gives its layers nested tensors where there is a padding mask. So converted encoders run their
+layers in evaluation, too.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from typing_extensions import override
 
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.recipe import Recipe
+from f8sub.weights.conversion import Conversion, LayerGuest
 
 extensions: dict[type[torch.nn.Linear], Mapping[str, Any]] = {}
 """Those whose forward is nn.Linear's, or calls it through ``super()``, and whose weight nothing else reads.
@@ -72,3 +80,70 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
     if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
         return f"its class {name} overrides nn.Linear's forward"
     return None
+
+
+class FusedEncoders(LayerGuest):
+    """What both modules ask before they fuse is set to no; ``convert_from_float8`` leaves it so."""
+
+    @override
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.TransformerEncoder) and _is_in(module):
+                module.use_nested_tensor = False
+            if isinstance(module, torch.nn.TransformerEncoderLayer) and _is_in(module):
+                module.activation_relu_or_gelu = 0
+
+
+def _is_in(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, Float8Linear) for child in module.modules())
+
+
+class Converter(Protocol):
+    """How a feature converts modules of one kind.
+
+    A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and ``follow``, see
+    ``Float8Linear``.
+    """
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise Float8ConfigError for values of the feature's options that there are not."""
+
+    def takes(self, module: torch.nn.Module) -> bool:
+        """Whether a module, converted or not, is of the kind."""
+
+    def by_options(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        fqn: str,
+        recipe: Recipe | None,
+        options: Mapping[str, Any],
+    ) -> str | None:
+        """Why a caller's options of the feature leave a module as it is; None where they do not.
+
+        Args:
+            modules: all of the model, by name.
+            fqn: the module's name.
+            recipe: that it would get; None where no pattern matches it.
+            options: by name.
+        """
+
+    def why_not(self, module: torch.nn.Module) -> str | None:
+        """Why it cannot be converted; None where it can."""
+
+    def planned(
+        self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
+    ) -> Callable[[Conversion], None]:
+        """What converts the module, and enters its weights in the conversion; changes nothing before that is called.
+
+        Raises:
+            Float8ConfigError: the recipe or the backend cannot be.
+        """
+
+    def revert(self, module: torch.nn.Module) -> None:
+        """Make the module what it was; its weights are plain parameters already."""
+
+
+converters: list[Converter] = []
+
+EXPERTS: bool | str = False
+"""The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""

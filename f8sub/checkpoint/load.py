@@ -8,26 +8,28 @@ from pathlib import Path
 
 import torch
 
-from f8sub.checkpoint.described import described_tile, refuse_other_methods
 from f8sub.checkpoint.gathered import Part, blocks_of, names_of
 from f8sub.checkpoint.load_codes import (
+    Held,
     are_powers_of_2,
     can_hold,
     check_not_gathered,
-    hold,
-    plan_for,
-)
-from f8sub.checkpoint.load_codes_of_experts import (
-    Held,
     held_experts,
+    hold,
     hold_experts,
     in_order,
+    plan_for,
 )
-from f8sub.checkpoint.names import Piece, unwrapped
-from f8sub.checkpoint.quantization_config import Source, is_of_activations, scale_of
+from f8sub.checkpoint.names import Piece, other_names, unwrapped
+from f8sub.checkpoint.quantization_config import (
+    Source,
+    described_tile,
+    is_of_activations,
+    refuse_other_methods,
+    scale_of,
+)
 from f8sub.checkpoint.reader import CONFIG, Checkpoint, some
 from f8sub.checkpoint.stream import Progress, Rename, renamed
-from f8sub.checkpoint.ties import other_names
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.convert.primary_weights import reread_shards
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning

@@ -3,6 +3,8 @@
 transformers 5 keeps the weights of all experts in one parameter, gate and up in the same one, and a checkpoint has a
 linear layer for each expert's gate, up and down. Its own rule of how they are split is what ``save_pretrained`` calls.
 That rule is asked here with numbers of rows in place of values, and so holds for codes and scales too.
+
+Of a tensor that a model has under several names, a checkpoint may hold all of them, or any one.
 """
 
 import bisect
@@ -172,3 +174,15 @@ def _piece(name: str, found: torch.Tensor, whole: torch.Tensor, shape: tuple[int
         if part + count <= whole.shape[1]
         else None
     )
+
+
+def other_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """The other names of each tied parameter or buffer, by the first one."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for found in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in found:
+            names.setdefault(tensor, []).append(without_wrappers(name))
+    return {first: others for first, *others in names.values() if others}

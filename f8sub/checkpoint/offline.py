@@ -10,7 +10,7 @@ import torch
 
 from f8sub.checkpoint import layouts
 from f8sub.checkpoint.gathered import Part, blocks_of
-from f8sub.checkpoint.names import Piece
+from f8sub.checkpoint.names import Piece, other_names
 from f8sub.checkpoint.reader import (
     Checkpoint,
     DcpCheckpoint,
@@ -27,7 +27,6 @@ from f8sub.checkpoint.save import (
     write,
 )
 from f8sub.checkpoint.stream import Exported, examined
-from f8sub.checkpoint.ties import other_names
 from f8sub.convert.convert import convert_to_float8
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError
 from f8sub.kernels.quantize import quantize

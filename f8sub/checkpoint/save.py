@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.checkpoint import layouts, readers
+from f8sub.checkpoint import layouts
 from f8sub.checkpoint.names import unwrapped
 from f8sub.checkpoint.stream import (
     Exported,
@@ -109,7 +109,7 @@ def warn_of_transformers(model: torch.nn.Module, exported: Exported) -> None:
         ]
         experts = {piece.name.removesuffix(".weight") for piece in pieces} & exported.formats.keys()
         classes = {type(module).__name__ for module in model.modules()}
-        told = readers.unread_by_transformers(exported.formats, sorted(experts), classes)
+        told = layouts.unread_by_transformers(exported.formats, sorted(experts), classes)
         if told is not None:
             warnings.warn(told, Float8Warning, stacklevel=3)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.checkpoint import layouts, readers
+from f8sub.checkpoint import layouts
 from f8sub.checkpoint.gathered import (
     Part,
     blocks_of,
@@ -115,7 +115,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
         layout = layouts.natural_layout(float8)
     layouts.check(layout, float8)
     formats = {fqn: format for fqn, (format, _) in float8.items()}
-    readers.warn_of_engines(formats, list(others), [part.name for part in parts])
+    layouts.warn_of_engines(formats, list(others), [part.name for part in parts])
     return Exported(layout, formats, list(others), pieces)
 
 

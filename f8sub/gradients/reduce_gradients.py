@@ -7,9 +7,14 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.gradients.fsdp import Reduction, reductions
-from f8sub.gradients.hosts import hops_of
-from f8sub.gradients.reduction import Float8ReduceScatter, Hops, measured_by_module
+from f8sub.gradients.reduction import (
+    Float8ReduceScatter,
+    Hops,
+    Reduction,
+    hops_of,
+    measured_by_module,
+    reductions,
+)
 from f8sub.kernels.triton.support import why_no_triton
 from f8sub.torch_compat import is_fsdp_module
 

@@ -6,26 +6,82 @@ dispatches to it and becomes the cast, so no flat copy of the gradients in high 
 those of each call, because gradients that a backward pass does not make are not in its list.
 """
 
+import hashlib
 import math
+import os
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from f8sub.capture import current_capture
-from f8sub.errors import Float8ConfigError
-from f8sub.gradients.fsdp import factor_of
-from f8sub.gradients.layout import (
-    Chunk,
-    Layout,
-    chunk_size,
-    layout_of,
+from f8sub.errors import Float8ConfigError, Float8RankMismatchError
+from f8sub.gradients.wire import Chunk, Layout, Source, add, chunk_size, layout_of, pack
+from f8sub.torch_compat import (
+    CHUNK_CATS,
+    WORKS_WITH,
+    all_gather,
+    chunk_cat,
+    is_alive,
+    is_capturing,
+    reduce_dtype,
+    reduce_scatter,
+    reduce_scatter_of,
+    reduced_groups,
+    shard_ranks,
 )
-from f8sub.gradients.wire import Source, add, pack
-from f8sub.torch_compat import CHUNK_CATS, WORKS_WITH, chunk_cat, is_capturing, reduce_scatter
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def factor_of(op: Any, ranks: int) -> float:
+    """What a reduction by ``op`` multiplies a sum over ``ranks`` by.
+
+    Raises:
+        Float8ConfigError: ``op`` is neither sum nor mean.
+    """
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1 / ranks, dist.ReduceOp.PREMUL_SUM: factor}
+    found = factors.get(kind)
+    if found is None:
+        raise Float8ConfigError(
+            f"FSDP2 was to reduce gradients by {op}; reduce_gradients_in_float8 has sums and means"
+        )
+    return float(found)
+
+
+class Reduction(NamedTuple):
+    """How FSDP2 reduces the gradients of a module's parameters.
+
+    Attributes:
+        key: the same object for modules whose parameters are one group.
+        ranks: the process group over which they are sharded; None where they are not.
+        dtype: of the sum.
+        device: of the sum.
+        comm: FSDP2's ``ReduceScatter``.
+        is_default: whether that is torch's own.
+    """
+
+    key: Any
+    ranks: Any
+    dtype: torch.dtype
+    device: torch.device
+    comm: Any
+    is_default: bool
+
+
+def reductions(module: "FSDPModule") -> list[Reduction]:
+    """Those of the parameters that ``fully_shard`` put together for ``module``, one for each mesh."""
+    return [
+        Reduction(group, shard_ranks(group), reduce_dtype(group), group.device, *reduce_scatter_of(group))
+        for group in reduced_groups(module)
+    ]
+
 
 Squares = Callable[[], torch.Tensor | None]
 
@@ -226,3 +282,53 @@ def _exchanged(wire: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(wire)
     dist.all_to_all_single(received, wire, group=group)
     return received
+
+
+_groups: dict[tuple[tuple[int, ...], int], Hops] = {}
+"""Those of each shard group and number of ranks of a host: models share them, as FSDP2's own groups."""
+
+
+def hops_of(
+    group: dist.ProcessGroup, device: torch.device, options: tuple[bool, int | None, int]
+) -> Hops | None:
+    """The groups of two hops; None where one is right. A collective of ``group``, in which ranks compare options."""
+    (flat, ranks_per_host, _), me = options, dist.get_rank()
+    # torchrun's number tells hosts of one name.
+    name = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".encode()
+    host = (
+        int.from_bytes(hashlib.sha256(name).digest()[:7]) if ranks_per_host is None else me // ranks_per_host
+    )
+    own = torch.tensor([host, *map(int, [o or 0 for o in options])], dtype=torch.int64, device=device)
+    found = torch.empty(group.size() * own.numel(), dtype=torch.int64, device=device)
+    all_gather(found, own, group)
+    rows, ranks = found.view(group.size(), -1).tolist(), dist.get_process_group_ranks(group)
+    for rank, row in zip(ranks, rows, strict=True):
+        if row[1:] != own[1:].tolist():
+            raise Float8RankMismatchError(
+                "reduce_gradients_in_float8 was called with different options: flat, ranks_per_host and measure_every "
+                f"are {own[1:].tolist()} on rank {me} and {row[1:]} on rank {rank}; give all ranks the same"
+            )
+    hosts = list(dict.fromkeys(row[0] for row in rows))
+    places = [hosts.index(row[0]) for row in rows]
+    local = places.count(0)
+    if flat or len(hosts) in (1, len(places)):
+        return None
+    if places != [host for host in range(len(hosts)) for _ in range(local)]:
+        raise Float8ConfigError(
+            f"the ranks {ranks} of a shard group are on the hosts {places}, not equally many on each and one after "
+            "another, so gradients cannot be added on each host first. One exchange over all of them sends each "
+            "gradient of each rank over the network, where a ring sends it once a host: more bytes than in bfloat16. "
+            "Order the ranks by hosts, give ranks_per_host, or ask for it with flat=True"
+        )
+    return _made(tuple(ranks), local)
+
+
+def _made(ranks: tuple[int, ...], local: int) -> Hops:
+    known = _groups.get((ranks, local))
+    if known is not None and all(map(is_alive, known)):
+        return known
+    host, place = divmod(ranks.index(dist.get_rank()), local)
+    within = dist.new_group(list(ranks[host * local : (host + 1) * local]), use_local_synchronization=True)
+    across = dist.new_group(list(ranks[place::local]), use_local_synchronization=True)
+    _groups[ranks, local] = Hops(within, across)
+    return _groups[ranks, local]

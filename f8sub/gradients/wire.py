@@ -1,14 +1,241 @@
-"""Gradients to bytes for each rank, and received bytes to their sum: by Triton on a GPU, else in plain PyTorch."""
+"""Gradients to bytes for each rank, and received bytes to their sum: by Triton on a GPU, else in plain PyTorch.
 
+triton is imported when the launches are made.
+
+[Note] A block is 128 elements of one gradient that go to one rank. Its exponent is that of the smallest power of two
+with which the largest finite element is at most 416, so scaling is exact and a code is rounded once. e4m3 is chosen for
+its range: Adam divides each element by its own size, and integers or e3m4 lose most of the small ones. Two codes are
+taken from the largest numbers: 0x7E is infinity and 0x7F is NaN. So both arrive at exactly their elements and their
+neighbours keep their bits. Finite values above 3.2e38 become 3.2e38, the largest code that float32 holds, and so stay
+finite.
+"""
+
+import functools
+import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from f8sub.gradients.blocks import decode, encode
-from f8sub.gradients.layout import Layout
+from f8sub.errors import Float8ConfigError
+from f8sub.host_copy import sent_to
 from f8sub.kernels.triton import support
+from f8sub.torch_compat import is_capturing
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launch import Launch
+
+
+BLOCK = 128
+"""Elements that share an exponent: 1/128 byte an element, and all of them are of one row of a usual weight."""
+
+ALIGNMENT = 16
+"""Bytes: the widest access of a GPU's thread. Each chunk's codes and each row begin at multiples of it."""
+
+
+class Chunk(NamedTuple):
+    """The ``size`` elements of one gradient that one rank keeps.
+
+    Their codes begin at byte ``code_at`` of a row of the wire, their exponents at byte ``scale_at``, and their sum at
+    element ``out_at`` of FSDP2's flat output.
+    """
+
+    size: int
+    code_at: int
+    scale_at: int
+    out_at: int
+
+    @property
+    def blocks(self) -> int:
+        """How many have an exponent."""
+        return -(-self.size // BLOCK)
+
+
+class Layout(NamedTuple):
+    """A row of the wire, what one rank sends one other: ``row_bytes`` bytes for the ``numel`` elements that this keeps.
+
+    ``chunks`` are in FSDP2's order. With ``codes`` elements are e4m3 codes with exponents; else they are bfloat16.
+    """
+
+    chunks: tuple[Chunk, ...]
+    codes: bool
+    row_bytes: int
+    numel: int
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(sizes: tuple[int, ...], *, codes: bool = True) -> Layout:
+    """The row of chunks of these sizes: all codes, then all exponents, each chunk with blocks of its own."""
+    width, chunks = 1 if codes else 2, []
+    begins = [0, *itertools.accumulate(_aligned(width * size) for size in sizes)]
+    at = begins[-1]
+    for size, begin, out in zip(sizes, begins, itertools.accumulate(sizes, initial=0), strict=False):
+        chunks.append(Chunk(size, begin, at if codes else 0, out))
+        at += chunks[-1].blocks if codes else 0
+    return Layout(tuple(chunks), codes, _aligned(at), sum(sizes))
+
+
+def chunk_size(shape: Sequence[int], world: int) -> int:
+    """Elements of a gradient that each rank keeps, with padded rows; source: FSDP2's ``_get_dim0_padded_size``."""
+    return -(-shape[0] // world) * math.prod(shape[1:])
+
+
+def _aligned(bytes: int) -> int:
+    return -(-bytes // ALIGNMENT) * ALIGNMENT
+
+
+INFINITY, NAN = 0x7E, 0x7F
+TOP_EXPONENT, TOP_MANTISSA = 8, 0x500000
+"""416 = 1.625 * 2**8, the largest code below those of infinity and NaN."""
+
+LARGEST = 1.875 * 2.0**127
+"""The largest float32 number with e4m3's digits. Those that are nearer to 2**128 would be decoded to infinity."""
+
+
+def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and exponents, uint8, (rows, size) and (rows, ceil(size / 128)), of float32, (rows, size)."""
+    size = x.shape[-1]
+    finite = torch.where(x.isfinite(), x.clamp(-LARGEST, LARGEST), 0.0)
+    blocks = F.pad(finite, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1).view(torch.int32)
+    exponent = (largest >> 23) - TOP_EXPONENT + ((largest & 0x7FFFFF) > TOP_MANTISSA).to(torch.int32)
+    exponent = exponent.clamp(1, 254)  # of finite float32, biased by 127
+    scaled = blocks * _power_of_2(254 - exponent)[..., None]
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)[..., :size]
+    codes = torch.where(x.isinf(), (x.signbit().to(torch.uint8) << 7) | INFINITY, codes)
+    return torch.where(x.isnan(), NAN, codes), exponent.to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """float32, (rows, size), of what ``encode`` made."""
+    size = codes.shape[-1]
+    values = codes.view(torch.float8_e4m3fn).float()
+    values = torch.where(codes & 0x7F == INFINITY, values * torch.inf, values)
+    blocks: torch.Tensor = F.pad(values, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return (blocks * _power_of_2(exponents.to(torch.int32))[..., None]).flatten(-2)[..., :size]
+
+
+def _power_of_2(biased: torch.Tensor) -> torch.Tensor:
+    return (biased * 2**23).view(torch.float32)
+
+
+PACKED, TILE, ADDED = 64, 16, 16
+"""Blocks that a program casts, how many at a time, and that it adds; the fastest on an H100 (bench/gradients.py)."""
+
+_in_graphs: dict[int, torch.Tensor] = {}
+"""Tables that CUDA graphs read, by their addresses: kept for good, some kilobytes for each FSDP2 module."""
+
+Place = tuple[torch.device, int]
+"""A device and its current stream, on which a table is written before the first kernel that reads it."""
+
+
+def pack_launches(
+    sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor
+) -> "list[Launch]":
+    """The launches that fill ``out``, one for each dtype and alignment; see ``wire.pack``."""
+    from f8sub.gradients import triton_kernels
+    from f8sub.kernels.triton import quantize_launch
+
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for number, (source, chunk) in enumerate(zip(sources, layout.chunks, strict=True)):
+        places = chunk.size, source.stride, source.length, source.data.data_ptr()
+        aligned = all(place % ALIGNMENT == 0 for place in places)
+        if chunk.size:
+            kinds.setdefault((source.data.dtype, aligned), []).append(number)
+    made = []
+    for (dtype, aligned), numbers in kinds.items():
+        chosen = tuple((layout.chunks[n], sources[n].stride, sources[n].length) for n in numbers)
+        addresses = tuple(sources[n].data.data_ptr() for n in numbers)
+        arguments = {"sources_ptr": _addresses(addresses, out), "ELEMENT": quantize_launch.INPUTS[dtype]}
+        arguments |= {"RANKS": out.shape[0], "HOSTS": hosts, "TILE": TILE}
+        made.append(_launch(triton_kernels.pack_chunks, chosen, layout, out, aligned, arguments))
+    return made
+
+
+def add_launches(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> "list[Launch]":
+    """The launches that fill ``out``, one for each alignment; see ``wire.add``."""
+    from f8sub.gradients import triton_kernels
+
+    kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}
+    for chunk in layout.chunks:
+        if chunk.size:
+            places = chunk.size, chunk.out_at, out.data_ptr()
+            aligned = all(place % ALIGNMENT == 0 for place in places)
+            kinds.setdefault(aligned, []).append((chunk, 0, 0))
+    made = []
+    for aligned, chosen in kinds.items():
+        arguments = {"received_ptr": received, "ranks": received.shape[0], "factor": factor}
+        made.append(_launch(triton_kernels.sum_chunks, tuple(chosen), layout, out, aligned, arguments))
+    return made
+
+
+def _launch(
+    kernel: Any,
+    chosen: tuple[tuple[Chunk, int, int], ...],
+    layout: Layout,
+    out: torch.Tensor,
+    aligned: bool,
+    arguments: dict[str, Any],
+) -> "Launch":
+    from f8sub.kernels.triton import launch
+
+    packs = "sources_ptr" in arguments
+    blocks, ranks, warps = (PACKED if aligned else TILE, out.shape[0], 4) if packs else (ADDED, 1, 2)
+    tables = table, of_program = _tables(chosen, blocks, ranks, _place_of(out))
+    if is_capturing(out):
+        _in_graphs.update((each.data_ptr(), each) for each in tables)
+    arguments |= {"chunks_ptr": table, "chunk_of_program_ptr": of_program, "out_ptr": out}
+    arguments |= {"row_bytes": layout.row_bytes, "CODES": layout.codes, "ALIGNED": aligned}
+    arguments |= {"BLOCKS": blocks, "BLOCK": BLOCK}
+    return launch.Launch(kernel, of_program.numel(), arguments, {"num_warps": warps})
+
+
+@functools.lru_cache(maxsize=512)
+def _tables(
+    chosen: tuple[tuple[Chunk, int, int], ...], blocks: int, ranks: int, place: Place
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels are told of chunks, strides and lengths, and the chunk of each program.
+
+    Raises:
+        Float8ConfigError: it is new, and a CUDA graph is captured, whose replays would read host memory that is freed.
+    """
+    if place[0].type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Float8ConfigError(
+            "a CUDA graph is captured with gradients that reduce_gradients_in_float8 has not reduced before: run "
+            "forward and backward once as they will be captured, with the same batch size and the same parameters, "
+            "and then capture them"
+        )
+    rows: list[tuple[int, ...]] = []
+    counts: list[int] = []
+    for chunk, stride, length in chosen:
+        rows.append((sum(counts), *chunk, stride, length))
+        counts.append(ranks * -(-chunk.blocks // blocks))
+    numbers = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+    of_program = numbers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    return _table(tuple(rows), place), sent_to(place[0], of_program)
+
+
+def _addresses(numbers: tuple[int, ...], out: torch.Tensor) -> torch.Tensor:
+    """Addresses as a kernel reads them, int64. A CUDA graph writes them itself, from the arguments of a kernel.
+
+    Its gradients have addresses that no step before had, and a copy from host memory would be replayed from there.
+    """
+    if not is_capturing(out):
+        return _table(numbers, _place_of(out))
+    table = torch.zeros(len(numbers), dtype=torch.int64, device=out.device)
+    torch._foreach_add_(list(table.unbind()), list(numbers))
+    return table
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(numbers: tuple[Any, ...], place: Place) -> torch.Tensor:
+    return sent_to(place[0], numbers)
+
+
+def _place_of(out: torch.Tensor) -> Place:
+    return out.device, torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
 
 
 class Source(NamedTuple):
@@ -31,10 +258,8 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
     # Nobody reads the bytes between chunks.
     out = torch.empty(ranks, layout.row_bytes, dtype=torch.uint8, device=device)
     if support.takes(out):
-        from f8sub.gradients import triton_launch
-
         with support.device_of(out):
-            for launch in triton_launch.pack(sources, layout, hosts, out):
+            for launch in pack_launches(sources, layout, hosts, out):
                 launch.run()
         return out
     rows = torch.arange(ranks, device=device, dtype=torch.int64).view(-1, hosts).t().flatten()
@@ -54,10 +279,8 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
 def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> None:
     """Write the sum of the rows, added in float32 in their order, times ``factor`` to ``out``, (layout.numel,)."""
     if support.takes(received):
-        from f8sub.gradients import triton_launch
-
         with support.device_of(out):
-            for launch in triton_launch.add(received, layout, factor, out):
+            for launch in add_launches(received, layout, factor, out):
                 launch.run()
         return
     for chunk in layout.chunks:

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 import f8sub
-from f8sub.gradients import triton_launch, wire
-from f8sub.gradients.layout import chunk_size, layout_of
+from f8sub.gradients import wire
 from f8sub.gradients.reduction import Float8ReduceScatter
+from f8sub.gradients.wire import chunk_size, layout_of
 from scripts.bench.gpu.llama import Batch, Trainer
 from scripts.bench.gpu.slices import process_group
 from scripts.bench.gpu.variants import Variant
@@ -95,14 +95,14 @@ def packing(
         wire.Source(gradient.view(-1), chunk.size, gradient.numel())
         for gradient, chunk in zip(gradients, layout.chunks, strict=True)
     ]
-    for blocks in PROGRAMS if device.type == "cuda" else (triton_launch.PACKED,):
-        with mock.patch.object(triton_launch, "PACKED", blocks):
+    for blocks in PROGRAMS if device.type == "cuda" else (wire.PACKED,):
+        with mock.patch.object(wire, "PACKED", blocks):
             size = 2 * elements + world * layout.row_bytes
             run = lambda _: wire.pack(sources, layout, world)  # noqa: E731
             yield f"pack, {blocks} blocks a program", figures(run, size)
     received, out = wire.pack(sources, layout, world), torch.empty(layout.numel, device=device)
-    for blocks in PROGRAMS[:3] if device.type == "cuda" else (triton_launch.ADDED,):
-        with mock.patch.object(triton_launch, "ADDED", blocks):
+    for blocks in PROGRAMS[:3] if device.type == "cuda" else (wire.ADDED,):
+        with mock.patch.object(wire, "ADDED", blocks):
             size = received.numel() + 4 * layout.numel
             run = lambda _: wire.add(received, layout, 1 / world, out)  # noqa: E731
             yield f"sum, {blocks} blocks a program", figures(run, size)

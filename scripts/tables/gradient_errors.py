@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from f8sub.gradients.blocks import decode, encode
+from f8sub.gradients.wire import decode, encode
 from scripts.table import Table, finish, parser
 
 ELEMENTS, LOCAL = 1 << 16, 8

@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from f8sub.gradients import wire
-from f8sub.gradients.blocks import BLOCK, decode, encode
-from f8sub.gradients.layout import chunk_size, layout_of
+from f8sub.gradients.wire import BLOCK, chunk_size, decode, encode, layout_of
 from scripts.loss_compare import CONFIDENCE, student_t_quantile
 from scripts.table import ROOT, Table, parser, processor, write_between_markers
 

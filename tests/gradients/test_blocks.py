@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from f8sub.gradients.blocks import decode, encode
+from f8sub.gradients.wire import decode, encode
 from tests.data_sets import edge_values, gaussian, generator, make
 from tests.gradients import oracle
 

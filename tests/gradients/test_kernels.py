@@ -6,9 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from f8sub.gradients import triton_launch, wire
-from f8sub.gradients.layout import Layout, chunk_size, layout_of
-from f8sub.gradients.wire import Source
+from f8sub.gradients import wire
+from f8sub.gradients.wire import Layout, Source, chunk_size, layout_of
 from f8sub.kernels.triton import support
 from tests.data_sets import edge_values, gaussian, generator
 from tests.kernels.interpreted import needs_triton
@@ -71,7 +70,7 @@ def launches_of_all_kinds() -> list[tuple[object, ...]]:
     of = [torch.zeros(64, 32), torch.zeros(3, 5), torch.zeros(64, 32).bfloat16()]
     layout = layout_of(tuple(chunk_size(g.shape, 2) for g in of))
     out = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
-    first, second = (triton_launch.pack(sources(of, layout), layout, 1, out) for _ in range(2))
+    first, second = (wire.pack_launches(sources(of, layout), layout, 1, out) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         for name in ("chunks_ptr", "chunk_of_program_ptr", "sources_ptr"):
             assert a.arguments[name] is b.arguments[name]
@@ -107,15 +106,15 @@ def launches_of_a_graph() -> None:
     of = [gaussian((64, 32), generator(1)), gaussian((3, 5), generator(2))]
     layout = layout_of(tuple(chunk_size(g.shape, 2) for g in of))
     out = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
-    launched = triton_launch.pack(sources(of, layout), layout, 1, out)
-    with mock.patch.object(triton_launch, "is_capturing", return_value=True):
+    launched = wire.pack_launches(sources(of, layout), layout, 1, out)
+    with mock.patch.object(wire, "is_capturing", return_value=True):
         moved = [g.clone() for g in of]
-        captured = triton_launch.pack(sources(moved, layout), layout, 1, out)
+        captured = wire.pack_launches(sources(moved, layout), layout, 1, out)
     for a, b in zip(launched, captured, strict=True):
         assert a.arguments["sources_ptr"] is not b.arguments["sources_ptr"]
         for name in ("chunks_ptr", "chunk_of_program_ptr"):
             assert a.arguments[name] is b.arguments[name]
-            assert triton_launch._in_graphs[a.arguments[name].data_ptr()] is a.arguments[name]
+            assert wire._in_graphs[a.arguments[name].data_ptr()] is a.arguments[name]
     found = [number for one in captured for number in one.arguments["sources_ptr"].tolist()]
     assert found == [g.data_ptr() for g in moved]
 

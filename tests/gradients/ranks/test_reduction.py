@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 import f8sub
 from f8sub.gradients import reduction
-from f8sub.gradients.layout import Layout
+from f8sub.gradients.wire import Layout
 from tests.data_sets import gaussian, generator
 from tests.gradients import oracle
 from tests.gradients.models import (

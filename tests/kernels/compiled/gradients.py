@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.gradients import triton_launch
-from f8sub.gradients.layout import chunk_size, layout_of
-from f8sub.gradients.wire import Source
+from f8sub.gradients import wire as gradient_wire
+from f8sub.gradients.wire import Source, chunk_size, layout_of
 from tests.kernels.compiled import compiler
 from tests.kernels.compiled.compiler import WARP
 
@@ -67,8 +66,8 @@ def launch_of(case: Case, ranks: int = 8) -> Launch:
     if case.kernel == "pack":
         gradient = torch.empty(shape, dtype=dtype).view(-1)
         sources = [Source(gradient, layout.chunks[0].size, gradient.numel())]
-        return triton_launch.pack(sources, layout, 1, wire)[0]
-    return triton_launch.add(wire, layout, 1 / ranks, torch.empty(layout.numel, dtype=dtype))[0]
+        return gradient_wire.pack_launches(sources, layout, 1, wire)[0]
+    return gradient_wire.add_launches(wire, layout, 1 / ranks, torch.empty(layout.numel, dtype=dtype))[0]
 
 
 def report(case: Case) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from f8sub.convert.primary_weights import drop_high_precision, restore_high_prec
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.diagnostics.compare import compare
 from f8sub.diagnostics.comparison import Comparison
-from f8sub.diagnostics.conversion_report import conversion_report
 from f8sub.diagnostics.find_nonfinite import find_nonfinite
 from f8sub.diagnostics.monitor import Monitor
-from f8sub.diagnostics.report import ConversionReport, LayerReport
+from f8sub.diagnostics.report import ConversionReport, LayerReport, conversion_report
 from f8sub.diagnostics.sensitivity import sensitivity
 from f8sub.diagnostics.step_guard import skip_step_if_nonfinite
 from f8sub.errors import (

@@ -4,8 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from f8sub.diagnostics.doctor import doctor
-from f8sub.diagnostics.doctor_page import page
+from f8sub.diagnostics.doctor import doctor, page
 
 
 def add_doctor(commands: Any) -> None:

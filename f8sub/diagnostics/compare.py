@@ -1,4 +1,7 @@
-"""compare: a model in float8 and in bf16 on the same batches, beside the noise that bf16 has by itself."""
+"""compare: a model in float8 and in bf16 on the same batches, beside the noise that bf16 has by itself.
+
+The noise is that of linear layers whose sums run in another order, which are as exact as before.
+"""
 
 import copy
 import functools
@@ -8,22 +11,67 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from f8sub.convert.checks import is_converted
 from f8sub.convert.convert import convert_to_float8
-from f8sub.diagnostics.checked_loss import checked_loss
-from f8sub.diagnostics.comparison import (
-    NOISE,
-    REFERENCE,
-    Comparison,
-    Gradient,
-)
-from f8sub.diagnostics.other_order import OtherOrder
+from f8sub.diagnostics.comparison import NOISE, REFERENCE, Comparison, Gradient
 from f8sub.errors import Float8ConfigError
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.precompute_scales import precompute_scales
+
+
+def checked_loss(loss: object) -> torch.Tensor:
+    """The loss as it is.
+
+    Raises:
+        Float8ConfigError: it is no tensor of one element, or has no gradient.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        is_what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise Float8ConfigError(f"loss_of returns a loss, a tensor of one element, and returned {is_what}")
+    if not loss.requires_grad:
+        raise Float8ConfigError(
+            "the loss has no gradient: no parameter learns, or loss_of detaches it or runs under torch.no_grad"
+        )
+    return loss
+
+
+class OtherOrder(TorchFunctionMode):
+    """Permutes rows, columns and features around ``F.linear``, so that all three GEMMs add in another order.
+
+    On paper nothing changes. In bfloat16 the loss moves as far as another kernel or another GPU would move it.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch; ``F.linear`` on permuted operands."""
+        if func is not torch.nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        return _permuted(*args, **(kwargs or {}))
+
+
+def _permuted(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    x = input.reshape(-1, input.shape[-1])
+    rows, features, columns = (_order(size, x.device) for size in (*x.shape, weight.shape[0]))
+    y = torch.nn.functional.linear(x[rows][:, features], weight[columns][:, features])
+    y = y[rows.argsort()][:, columns.argsort()]
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.view(*input.shape[:-1], weight.shape[0])
+
+
+def _order(size: int, device: torch.device) -> torch.Tensor:
+    """The same permutation whenever it is asked for, without a draw from torch's global generators."""
+    generator = torch.Generator("cpu").manual_seed(size)
+    return torch.randperm(size, generator=generator, dtype=torch.int64, device="cpu").to(device)
+
 
 LossOf = Callable[[torch.nn.Module, Any], torch.Tensor]
 

@@ -1,20 +1,86 @@
-"""The diagnosis of a machine: what is native, what is not and why, and what to do about it."""
+"""The diagnosis of a machine: what is native, what is not and why, and what to do about it; as a page of 80 columns.
 
+What f8sub needs of torch beyond what that documents is looked at, and FSDP2's part tried with one small layer.
+"""
+
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from f8sub.convert.convert import convert_to_float8
 from f8sub.diagnostics.machine import Machine, look
 from f8sub.diagnostics.proofs import Proof, prove
-from f8sub.diagnostics.torch_names import TorchNames, look_at_torch
+from f8sub.errors import Float8ConfigError
 from f8sub.kernels.gemm import tuning
 from f8sub.kernels.gemm.blockwise import CAPABILITY
 from f8sub.kernels.triton.support import OLDEST, why_no_triton
 from f8sub.recipe import get_recipe, recipe_names
-from f8sub.torch_compat import WORKS_WITH
+from f8sub.torch_compat import GATHER, NEEDS, REDUCTION, WORKS_WITH, Need, problems, reduced_groups
 from f8sub.version import __version__
+
+ROWS, COLS = 32, 48
+
+
+@dataclass(frozen=True, slots=True)
+class TorchNames:
+    """What was found of one ``torch_compat.Need``.
+
+    Attributes:
+        purpose: what it is needed for.
+        instead: what works without; empty where nothing does.
+        problem: what is missing, or is not as f8sub knows it; None where all is.
+    """
+
+    purpose: str
+    instead: str
+    problem: str | None
+
+
+def look_at_torch() -> tuple[TorchNames, ...]:
+    """Every need, those of FSDP2 by sharding a layer over one rank, too, where this process has no ranks yet."""
+    found = {need: "; ".join(problems(need)) or None for need in NEEDS}
+    if not any(found.values()) and not dist.is_initialized():
+        distributed: Any = dist
+        dist.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            found |= _tried()
+        finally:
+            dist.destroy_process_group()
+    return tuple(TorchNames(need.purpose, need.instead, problem) for need, problem in found.items())
+
+
+def _tried() -> dict[Need, str | None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, COLS, generator=rng, dtype=torch.float32, device="cpu")
+    whole, sharded = _layer(rng), _layer(rng)
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    found: dict[Need, str | None] = dict.fromkeys((GATHER, REDUCTION))
+    try:
+        if not torch.equal(sharded(x), whole(x)):
+            found[GATHER] = "a gathered layer's output is not that of a whole one"
+    except (Float8ConfigError, AttributeError, TypeError) as error:
+        found[GATHER] = str(error)
+    try:
+        reduced_groups(sharded)
+    except Float8ConfigError as error:
+        found[REDUCTION] = str(error)
+    return found
+
+
+def _layer(rng: torch.Generator) -> Any:
+    layer = torch.nn.Linear(COLS, ROWS, bias=False, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        layer.weight.normal_(generator=rng)
+    return convert_to_float8(torch.nn.Sequential(layer), min_dim=1, skip_defaults=False)
+
 
 WITH_CUDA = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
 
@@ -169,3 +235,120 @@ def _of_packages(machine: Machine) -> Iterator[str]:
 def _release(version: str) -> tuple[int, ...]:
     digits = version.partition("+")[0].split(".")[:2]
     return tuple(int(part) for part in digits if part.isdigit())
+
+
+WIDTH = 80
+
+WORDS = {
+    "scaled_mm": "torch._scaled_mm, cuBLASLt's tensor-core products on a GPU",
+    "triton": "f8sub's own kernels, for Hopper",
+    "measured": "for each shape cuBLASLt's or f8sub's, whichever was faster on this GPU",
+    "reference": "plain PyTorch: exact; on a GPU 30 times slower than bf16",
+    "bf16": "the recipe leaves this product in high precision",
+}
+"""What backends are."""
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """The whole page."""
+    found = len(diagnosis.native)
+    verdict = f"{found} of {len(diagnosis.proofs)} recipes are native" if found else "no recipe is native"
+    lines = [f"f8sub {diagnosis.version}: {verdict} on this machine", "", *_machine(diagnosis.machine), ""]
+    lines += [*_recipes(diagnosis), ""]
+    if diagnosis.torch_names:
+        lines += [*_torch_names(diagnosis.torch_names), ""]
+    if reasons := list(_reasons(diagnosis.proofs)):
+        lines += ["Why not", *reasons, ""]
+    lines.append("What to do")
+    for sentence in diagnosis.advice:
+        lines += _wrapped(sentence, "  - ", "    ")
+    return "\n".join(lines)
+
+
+def _machine(machine: Machine) -> Iterator[str]:
+    yield "Machine"
+    gpus = [
+        f"{gpu.count} x {gpu.name}, SM {gpu.capability[0]}.{gpu.capability[1]}, {gpu.memory / 2**30:.0f} GiB"
+        for gpu in machine.gpus
+    ]
+    rows = {
+        "GPUs": "; ".join(gpus) or "none",
+        "torch": f"{machine.torch}, CUDA {machine.cuda or 'none'}, driver {machine.driver or 'none'}",
+        "kernels": f"Triton {machine.triton or 'not installed'}, NCCL {machine.nccl or 'none'}",
+        "system": f"{machine.system}, Python {machine.python}",
+        "beside": ", ".join(f"{name} {found}" for name, found in machine.peers.items() if found) or "nothing",
+        "set": ", ".join(f"{name}={value}" for name, value in machine.variables.items()) or "nothing",
+    }
+    for name, value in rows.items():
+        yield from _wrapped(value, f"  {name:<9}", " " * 11)
+
+
+def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
+    yield "Recipes, each run once on a small layer: what makes y, dx and dw, and what casts"
+    head = ("recipe", "y", "dx", "dw", "casts", "here")
+    yield _row(head)
+    for proof in diagnosis.proofs:
+        backends = [product.backend or "bf16" for product in proof.products]
+        by = {cast.by for cast in proof.casts}
+        cells = (proof.recipe, *backends, " + ".join(sorted(by)) or "none", proof.verdict)
+        yield _row(cells)
+    used = {product.backend or "bf16" for proof in diagnosis.proofs for product in proof.products}
+    for name in WORDS:
+        if name in used:
+            yield from _wrapped(WORDS[name], f"  {name + ':':<11}", " " * 13)
+    errors = [p.error for proof in diagnosis.proofs for p in proof.products if p.error is not None]
+    if all(proof.is_right for proof in diagnosis.proofs):
+        yield from _wrapped(
+            f"All casts are bitwise the reference's. Products are within {max(errors, default=0):.2f} of the bound "
+            "that accumulators and the rounding to bf16 allow.",
+            "  ",
+            "  ",
+        )
+    if diagnosis.gemm_table:
+        yield from _wrapped(f"Products of blocks are {diagnosis.gemm_table}.", "  ", "  ")
+
+
+def _torch_names(names: tuple[TorchNames, ...]) -> Iterator[str]:
+    yield "What f8sub needs of torch beyond what torch documents"
+    known = [found.purpose for found in names if found.problem is None]
+    if known:
+        yield from _wrapped(f"as f8sub knows it: {'; '.join(known)}", "  ", "    ")
+    for found in names:
+        if found.problem is not None:
+            yield from _wrapped(f"{found.purpose}: {found.problem}", "  ", "    ")
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    widths = (19, 10, 10, 10, 16, 8)
+    return ("  " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))).rstrip()
+
+
+def _reasons(proofs: tuple[Proof, ...]) -> Iterator[str]:
+    """Why products run by the reference, and what failed, recipes with the same reasons together."""
+    found: dict[str, list[str]] = {}
+    for proof in proofs:
+        own: dict[str, None] = {}
+        for product in proof.products:
+            if product.problem or not product.is_right:
+                error = product.problem or f"its error is {product.error:.2f} times the bound"
+                own[f"{product.gemm} by {product.backend} failed: {error}"] = None
+            elif product.backend == "reference" and product.reasons.get("scaled_mm"):
+                own[f"torch._scaled_mm {product.reasons['scaled_mm']}"] = None
+        for cast in proof.casts:
+            if not cast.is_right:
+                own[f"the cast of {cast.operand} failed: {cast.problem}"] = None
+        for reason in own if not proof.is_right else list(own)[:1]:
+            found.setdefault(reason, []).append(proof.recipe)
+    for reason, recipes in found.items():
+        yield from _wrapped(f"{', '.join(recipes)}: {reason}", "  ", "    ")
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -3,6 +3,8 @@
 In a step that is sampled, hooks see x, w and dy in high precision and cast them once more, which gives the codes that
 the layer multiplies; compiled code runs eagerly meanwhile. Nothing waits for the device: one table for all operands is
 reduced over the ranks, copied behind the step, and read when it has arrived. All other steps cost a counter.
+
+Errors of reduced gradients are rows of it, too.
 """
 
 import fnmatch
@@ -10,6 +12,7 @@ import functools
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -19,19 +22,47 @@ import torch.distributed as dist
 from f8sub.capture import current_capture
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics import writers
-from f8sub.diagnostics.monitored_gradients import GradientRows, rows_of
-from f8sub.diagnostics.sample import (
-    RESULTS,
-    ROLES,
-    Sample,
-    probes,
-)
-from f8sub.diagnostics.statistics import Statistics
-from f8sub.diagnostics.statistics_advice import advice_for
+from f8sub.diagnostics.sample import RESULTS, ROLES, Sample, probes
+from f8sub.diagnostics.statistics import GRADIENT, Statistics, advice_for, decibels
 from f8sub.diagnostics.writers import Writer
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
+from f8sub.gradients.reduction import measured_by_module
 from f8sub.host_copy import HostCopy
 from f8sub.linear.float8_linear import Float8Linear
+
+
+class GradientRows:
+    """What was measured of a model's gradients and not told yet."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._told = model, weakref.WeakKeyDictionary[object, torch.Tensor]()
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._known = 0
+
+    def new(self) -> "tuple[list[str], HostCopy] | None":
+        """Names of modules, and squares on their way to the host; None where there are none, which costs a look."""
+        if self._known != len(measured_by_module):
+            self._known = len(measured_by_module)
+            modules = self._model.named_modules()
+            self._modules = {name: module for name, module in modules if module in measured_by_module}
+        names, found = [], []
+        for name, module in self._modules.items():
+            squares = measured_by_module[module]() if module in measured_by_module else None
+            if squares is not None and squares is not self._told.get(module):
+                self._told[module] = squares
+                names.append(name.replace("_orig_mod.", "") or "(root)")
+                found.append(squares)
+        return (names, HostCopy(torch.stack(found))) if found else None
+
+
+def rows_of(step: int, names: list[str], squares: torch.Tensor) -> list[Statistics]:
+    """Of squares, (modules, 2), on the host."""
+    numbers = [name for name in Statistics._fields if name not in ("step", "layer", "role", "format")]
+    rows = []
+    for name, (signal, error) in zip(names, squares.tolist(), strict=True):
+        of_row = {**dict.fromkeys(numbers, float("nan")), "sqnr": decibels(signal, error)}
+        rows.append(Statistics(step, name, GRADIENT, "e4m3 1x128", **of_row))
+    return rows
 
 
 class Monitor:

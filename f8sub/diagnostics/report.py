@@ -1,8 +1,18 @@
-"""What a conversion did: every linear layer, converted or with the reason why not, and all other weights."""
+"""conversion_report: what a conversion did, what it takes in bytes, and what it gains.
 
+Every linear layer is told of, converted or with the reason why not, and all other weights. So are converted layers
+whose weights the code of other modules reads, as a fused kernel does that multiplies by them itself. Mamba's layers in
+transformers do so on a GPU alone, where such a kernel is installed, so a count on meta or on a CPU does not see it.
+"""
+
+import dataclasses
+import functools
+import inspect
 import math
+import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,17 +29,75 @@ from f8sub.convert.other_weights import (
     other_weights,
     unknown_weights,
 )
-from f8sub.diagnostics.read_in_code import read_in_code
-from f8sub.estimator.counted_forward import Count
+from f8sub.diagnostics.bytes import byte_account, expert_bytes
+from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
+from f8sub.estimator.experts import ASSUMED, of_module
+from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS, expert_products
+from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.recipe import Recipe, get_recipe
+from f8sub.recipes import DEFAULT
 from f8sub.weights.conversion import Conversion
+
+READ = re.compile(
+    r"(?<!isinstance\()self\.(\w+)\.weight\b"
+    r"(?!\s*(?:=[^=]|\.(?:data|device|dtype|shape|size|ndim|dim|numel|element_size|requires_grad|is_\w+)\b))"
+)
+"""A weight that is read, not one of its properties, its class or its place."""
+
+NOT_IN_FORWARD = re.compile(r"init|reset|load|save|tie|resize|from_pretrained|repr")
+"""Names of methods that no forward calls."""
+
+
+def read_in_code(model: torch.nn.Module, known: Container[str]) -> Iterator[str]:
+    """A sentence for each method of the model's modules that reads weights of converted layers, for a report.
+
+    Args:
+        model: the model.
+        known: layers whose weights a count saw others multiply by.
+    """
+    found: dict[tuple[type, str], list[str]] = defaultdict(list)
+    for fqn, module in model.named_modules():
+        kind: Any = type(module)
+        for method, name in _reads(kind):
+            layer = f"{fqn}.{name}" if fqn else name
+            if isinstance(module._modules.get(name), Float8Linear) and layer not in known:
+                found[kind, method].append(layer)
+    for (cls, method), fqns in found.items():
+        named = kinds(fqns)
+        yield (
+            f"{cls.__name__}.{method} reads weights of converted layers ({', '.join(named)}): where that runs, it "
+            "multiplies by them in high precision, as a fused kernel on a GPU does. A count with batch= shows whether "
+            f"it does; skip={named} leaves them as they are."
+        )
+
+
+@functools.cache
+def _reads(cls: Any) -> tuple[tuple[str, str], ...]:
+    """Methods of a class and the children whose weights they read; none where the source is not there."""
+    found: dict[tuple[str, str], None] = {}
+    if cls.__module__.startswith("torch."):
+        return ()
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            continue
+        for name, member in vars(base).items():
+            if not inspect.isfunction(member) or NOT_IN_FORWARD.search(name):
+                continue
+            try:
+                source = inspect.getsource(member)
+            except (OSError, TypeError):
+                continue
+            found.update(dict.fromkeys((name, child) for child in READ.findall(source)))
+    return tuple(found)
+
 
 NOT_SEEN = "convert_to_float8 has not seen it"
 
 WIDTH, NAME_WIDTH, SHAPE_WIDTH = 100, 46, 22
 """Columns of a report, and of the names and shapes in it; what is longer is wrapped or shortened."""
 
-ASSUMED = "assumed: every layer once per token"
+ASSUMED_ONCE = "assumed: every layer once per token"
 """Of FLOPs that were not counted."""
 
 LEAST_SHARE, MOST_NAMES = 0.01, 4
@@ -140,7 +208,7 @@ class ConversionReport:
         and_others = f" and {len(others)} modules of experts" if others else ""
         line = (
             f"{len(converted)} of {len(self.layers)} linear layers{and_others} in float8, {self.flops_share:.1%} of "
-            f"FLOPs ({f'counted in {self.counted}' if self.counted else ASSUMED}), {self.parameters_share:.1%} of "
+            f"FLOPs ({f'counted in {self.counted}' if self.counted else ASSUMED_ONCE}), {self.parameters_share:.1%} of "
             "parameters"
         )
         if details := {layer.detail for layer in converted} | {other.detail for other in others}:
@@ -337,3 +405,76 @@ def _shown(shape: tuple[int, ...]) -> str:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
+
+
+BY_WIDTH = (
+    f' experts="auto" assumed {ASSUMED:,} tokens an expert; with tokens=, of one forward, it knows them.'
+)
+
+
+def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]:
+    """A sentence for each kind of experts in ``model``, those of equal names and sizes together.
+
+    Args:
+        model: converted or not. Experts that are not converted are told about with the recipe of the first module that
+            is, or the default one.
+        tokens: of one forward; None for those that ``convert_to_float8`` was given.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    first = next(filter(is_converted, modules.values()), None)
+    other: Recipe = get_recipe(DEFAULT) if first is None else first.plan.recipe
+    options = {} if first is None else first.converted.options
+    by_width = options.get("experts") == AUTO_EXPERTS and options["tokens"] is None
+    tokens = tokens or options.get("tokens")
+    seen = set()
+    for fqn, module in modules.items():
+        if seam_of(module) is None or not (products := expert_products(model, fqn, None)):
+            continue
+        recipe = module.plan.recipe if is_converted(module) else other
+        sizes = tuple((product.experts, product.rows, product.cols) for product in products)
+        if (key := (kind_of(fqn), sizes, recipe.name)) in seen:
+            continue
+        seen.add(key)
+        shown = ", ".join(f"{rows} x {cols}" for _, rows, cols in sizes)
+        gain = of_module(modules, fqn, recipe, tokens)
+        yield f"{kind_of(fqn) or ROOT}, {sizes[0][0]} experts of {shown}: {gain}.{BY_WIDTH if by_width else ''}"
+
+
+def conversion_report(
+    model: torch.nn.Module,
+    tokens: int | None = None,
+    *,
+    batch: Batch | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
+    saved_inputs: Iterable[str] = SAVED_INPUTS,
+) -> ConversionReport:
+    """What of ``model`` runs in float8, and why the rest does not; with ``tokens``, what it takes in bytes, too.
+
+    FLOPs are counted in one forward of ``batch``. It runs without gradients, without hooks and in high precision, on a
+    copy of the modules that shares the weights. No buffer, random number, amax history or state of FSDP2 changes, and
+    no rank waits for another, so one may count alone. Where the batch or the weights are on meta, or the weights are
+    sharded, everything runs on meta: shapes decide, and a forward that asks for values is an error.
+
+    Without a batch, a model of transformers is counted on meta with inputs that are made up, which takes less than a
+    second for most. Of any other model FLOPs are assumed: every layer once per token. ``summary`` says which it was.
+
+    Args:
+        model: converted or not, sharded or not.
+        tokens: see ``byte_account``; the arguments after it likewise. What experts gain is told by them, too.
+        batch: what the model's forward takes: a mapping by name, a tuple or list by position, or one tensor.
+        dtype: the high precision.
+        shared_inputs: groups of names of siblings that read one x.
+        saved_inputs: names of layers whose x is saved by what makes it.
+
+    Raises:
+        Float8ConfigError: the forward of ``batch`` fails.
+    """
+    counted = count_of_made_up(model) if batch is None else count(model, batch)
+    told = tuple(told_of_experts(model, tokens))
+    report = dataclasses.replace(layers_report(model, counted), experts=told)
+    if tokens is None:
+        return report
+    account = byte_account(model, tokens, dtype, shared_inputs, saved_inputs)
+    layers = (*account.layers, *expert_bytes(model, tokens, dtype))
+    return dataclasses.replace(report, bytes=dataclasses.replace(account, layers=layers))

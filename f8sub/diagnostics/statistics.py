@@ -1,18 +1,103 @@
-"""What is measured of one operand, in numbers that can be added over ranks.
+"""What is measured of one operand, in numbers that can be added over ranks, and what to do about it.
 
 A SQNR is the ratio of signal to quantization noise in dB. The SQNR of a whole matrix hides small rows: the large ones
 decide it. So each row has one, and the median of those is told from a histogram, which ranks can add.
+
+triton is imported when the launches are made that compare a matrix with its codes.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from f8sub.diagnostics.statistics_launch import has_kernel, launches_of
 from f8sub.formats import ALL, E2M1, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.triton import support
+
+if TYPE_CHECKING:
+    from f8sub.kernels.triton.launch import Launch
+
+
+FINITE = torch.finfo(torch.float32).max
+
+
+def has_kernel(operand: Operand) -> bool:
+    """Whether the kernels read its codes: of a byte, under scales of one level."""
+    plain = operand.format.dtype != E2M1 and operand.format.hadamard is None
+    return plain and operand.global_scale_inv is None
+
+
+def launches_of(
+    values: torch.Tensor,
+    operand: Operand,
+    scale_inv: torch.Tensor,
+    step: int,
+    sums: torch.Tensor,
+    maxima: torch.Tensor,
+    constants: dict[str, float],
+) -> "list[Launch]":
+    """The launches that add what one matrix has to ``sums`` and ``maxima``; see ``statistics.add_measured``.
+
+    Args:
+        values: (rows, cols), in the dtype that was cast.
+        operand: its codes, which ``has_kernel`` takes.
+        scale_inv: its scales, float32.
+        step: a row of so many is looked at; amax and scales are of all.
+        sums: a contiguous row of ``statistics.WIDTH`` numbers.
+        maxima: a contiguous row of three.
+        constants: what ``measure_rows`` is told of formats and of the histogram.
+    """
+    from f8sub.diagnostics import statistics_kernels
+    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.quantize_launch import CODES
+
+    # A matrix whose rows have gaps is read as it lies; one that lies otherwise is not.
+    values = values if values.stride(1) == 1 else values.contiguous()
+    codes = operand.data if operand.data.stride(1) == 1 else operand.data.contiguous()
+    rows, tile = -(-values.shape[0] // step), operand.format.tile
+    of_rows = torch.empty(2, rows, dtype=torch.float32, device=values.device)
+    amax = torch.linalg.vector_norm(values, torch.inf)
+    low, high = (scale_inv, scale_inv) if scale_inv.numel() == 1 else torch.aminmax(scale_inv)
+    measured = {
+        "values_ptr": values,
+        "codes_ptr": codes.view(torch.uint8),
+        "scale_inv_ptr": scale_inv,
+        "sums_ptr": sums,
+        "of_rows_ptr": of_rows,
+        "cols": values.shape[1],
+        "value_stride": values.stride(0),
+        "code_stride": codes.stride(0),
+        "scale_row_stride": scale_inv.stride(0),
+        "scale_col_stride": scale_inv.stride(1),
+        "step": step,
+        "rows": rows,
+        "SOURCE": CODES[operand.format.dtype],
+        "LARGEST": operand.format.max,
+        "TILE_ROWS": 0 if tile.rows == ALL else tile.rows,
+        "TILE_COLS": 0 if tile.cols == ALL else tile.cols,
+        "FINITE": FINITE,
+        "BLOCK": 1024,
+        **constants,
+    }
+    added = {
+        "of_rows_ptr": of_rows,
+        "amax_ptr": amax,
+        "lowest_scale_inv_ptr": low,
+        "largest_scale_inv_ptr": high,
+        "sums_ptr": sums,
+        "maxima_ptr": maxima,
+        "rows": rows,
+        "count": rows * values.shape[1],
+        "SIGNAL": constants["COUNTS"] + 4,
+        "BLOCK": 1024,
+    }
+    return [
+        Launch(statistics_kernels.measure_rows, rows, measured, {"num_warps": 4}),
+        Launch(statistics_kernels.add_rows, 1, added, {"num_warps": 4}),
+    ]
+
 
 SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise")
 """Added over ranks: elements, those that are not 0, those cut off at the largest code, those with code 0 that are not
@@ -220,3 +305,51 @@ def _median(histogram: list[float]) -> float:
         if left <= 0 < count:
             return LOWEST + (index + 0.5) * STEP
     return float("nan")
+
+
+class Rule(NamedTuple):
+    """One rule.
+
+    Attributes:
+        name: in one word.
+        applies: whether it does.
+        advice: what to do.
+    """
+
+    name: str
+    applies: Callable[[Statistics], bool]
+    advice: str
+
+
+RULES = (
+    Rule(
+        "outliers",
+        lambda s: s.row_sqnr < s.sqnr - 6,
+        "a few large rows decide the scale of all: give this layer a recipe with scales of rows or blocks",
+    ),
+    Rule(
+        "saturated",
+        lambda s: s.saturated > 1e-3 and s.sqnr < 25,
+        "values exceed what the scale was made for: more margin, or a recipe that scales by the current amax",
+    ),
+    Rule(
+        "flushed",
+        lambda s: s.flushed > 0.2,
+        "small values become 0: give this layer a recipe with smaller tiles",
+    ),
+    Rule(
+        "poor",
+        lambda s: s.row_sqnr < 15,
+        "float8 keeps little of it: skip this layer, or with_high_precision for the GEMMs that read it",
+    ),
+)
+"""In order; the first that applies is told.
+
+e4m3 keeps 31.5 dB of a Gaussian and e5m2 25.4; 6 dB is a bit. The limits separate the data sets of the tests: a
+Gaussian triggers no rule, each known trouble its own.
+"""
+
+
+def advice_for(statistics: Statistics) -> str:
+    """What to do; empty where nothing is wrong."""
+    return next((rule.advice for rule in RULES if rule.applies(statistics)), "")

@@ -1,18 +1,351 @@
-"""count: the multiplications of one forward, by whose weights; of a batch that is given, or of one that is made up."""
+"""count: the multiplications of one forward, by whose weights; of a batch that is given, or of one that is made up.
+
+The forward runs in a copy of the model: its modules in high precision, on meta or with the model's own weights. The
+copy has the modules' attributes and none of their hooks, so neither FSDP2 nor f8sub takes notice of its forward. Lists
+and dicts are copied, and buffers cloned, so that a forward that writes to them leaves the model as it was.
+
+[Note: whose weights] An operand is of a weight where it lies in the weight's storage, or was computed of it without
+the model's inputs: cast, transposed, normalized, or taken expert by expert. What depends on the inputs is an
+activation, but for matrices that are picked out of a stack of them. A product of activations is nobody's.
+"""
 
 import contextlib
+import copy
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import types
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from f8sub.convert.class_swap import plain_class_of
 from f8sub.errors import Float8ConfigError
-from f8sub.estimator.counted_products import Key, Products, Running
-from f8sub.estimator.model_copy import Copies, on_meta, why_not_as_it_is
-from f8sub.torch_compat import fake_tensors, tree_map_only
+from f8sub.experts.module import Float8Experts, plain_class
+from f8sub.linear.float8_linear import Float8Linear
+from f8sub.torch_compat import DispatchMode, fake_tensors, is_fsdp_class, tree_leaves, tree_map_only
+from f8sub.weights.weight import Weight, local_tensor, master_of
+
+HOOKS_THAT_MAKE_WEIGHTS = "torch.nn.utils."
+"""Where hooks before a forward are from that compute a weight: prune, and the older weight_norm and spectral_norm."""
+
+META_CHOICES = {"_attn_implementation_internal": "eager", "_experts_implementation_internal": "batched_mm"}
+"""Attributes of a config of transformers, and their values with which a forward looks at no value of a tensor.
+
+Products with weights are the same with all values.
+"""
+
+PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
+"""What models of transformers call to look for padding in their inputs' values, and to warn."""
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, the whole one of a shard, without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def why_not_as_it_is(model: torch.nn.Module) -> str | None:
+    """Why a model's weights cannot be multiplied by on this rank; None where they can."""
+    for fqn, parameter in model.named_parameters():
+        local = local_tensor(parameter)
+        if local is not parameter:
+            return f"{fqn} is sharded"
+        if parameter.is_meta:
+            return f"{fqn} is on meta"
+        if isinstance(local, Weight) and master_of(local) is None:
+            return f"{fqn} has float8 codes alone"
+    return None
+
+
+def _as_it_is(parameter: torch.Tensor) -> torch.Tensor:
+    local = local_tensor(parameter)
+    master = master_of(local) if isinstance(local, Weight) else None
+    return (local if master is None else master.plain).detach()
+
+
+class Copies:
+    """Modules of a model and their copies.
+
+    Args:
+        model: converted or not, sharded or not.
+        with_values: whether the copy multiplies by the model's own weights; else everything is on meta.
+        training: whether modules are in training; None for as they are.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, with_values: bool, training: bool | None = None) -> None:
+        self._with_values = with_values
+        self._made: dict[int, Any] = {}
+        self._originals: list[Any] = []  # alive, so that no other object gets an id of theirs
+        self._modules = {id(module): module for module in model.modules()}
+        values = {p: _as_it_is(p) if with_values else on_meta(p) for p in model.parameters()}
+        storages = Counter(value.untyped_storage()._cdata for value in values.values())
+        for parameter, value in values.items():
+            # Told apart by its storage, which torch's recurrent layers have one of for all of their weights.
+            apart = value.clone() if storages[value.untyped_storage()._cdata] > 1 else value
+            self._keep(parameter, torch.nn.Parameter(apart, requires_grad=False))
+        for module in self._modules.values():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(f"a {type(module).__name__} has no Python forward")
+            cls: Any = _plain_class_of(module)
+            self._keep(module, cls.__new__(cls))
+        for module in self._modules.values():
+            self._fill(module, training)
+
+    def of(self, module: torch.nn.Module) -> Any:
+        """The copy of a module; of one that ``torch.compile`` wrapped that of what is in it."""
+        return self._made[id(module)]
+
+    def _keep(self, original: Any, made: Any) -> None:
+        self._originals.append(original)
+        self._made[id(original)] = made
+
+    def _fill(self, module: torch.nn.Module, training: bool | None) -> None:
+        made = self.of(module)
+        state = dict(vars(module))
+        for name in ("_parameters", "_buffers", "_modules"):
+            state[name] = {key: self._copied(each) for key, each in state[name].items()}
+        for name, value in state.items():
+            if "_hooks" in name and isinstance(value, OrderedDict):
+                state[name] = OrderedDict(
+                    (key, hook)
+                    for key, hook in value.items()
+                    if name == "_forward_pre_hooks" and _makes(hook)
+                )
+            elif name not in ("_parameters", "_buffers", "_modules"):
+                state[name] = self._copied(value)
+        if not self._with_values and hasattr(module, PADDING_WARNING):
+            state[PADDING_WARNING] = _nothing
+        state["_compiled_call_impl"] = None
+        if training is not None:
+            state["training"] = training
+        if (
+            isinstance(module, Float8Experts)
+            and module.seam.forward is not None
+            and not _is_of_transformers(module)
+        ):
+            state["forward"] = functools.partial(module.seam.forward, made)
+        if "_orig_mod" in state["_modules"]:  # torch.compile's wrapper, whose forward is compiled
+            state["forward"] = state["_modules"]["_orig_mod"].__call__
+        made.__dict__.update(state)
+
+    def _copied(self, value: Any) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, torch.Tensor):
+            self._keep(value, local_tensor(value).detach().clone() if self._with_values else on_meta(value))
+        elif isinstance(value, types.MethodType) and id(value.__self__) in self._modules:
+            return types.MethodType(value.__func__, self._made[id(value.__self__)])
+        elif type(value) is functools.partial:
+            given = {name: self._copied(each) for name, each in value.keywords.items()}
+            return functools.partial(self._copied(value.func), *map(self._copied, value.args), **given)
+        elif type(value) in (list, tuple, set):
+            return type(value)(map(self._copied, value))
+        elif type(value) in (dict, OrderedDict):
+            return type(value)((key, self._copied(each)) for key, each in value.items())
+        elif not self._with_values and any(name in getattr(value, "__dict__", ()) for name in META_CHOICES):
+            made = copy.copy(value)
+            vars(made).update({name: META_CHOICES[name] for name in META_CHOICES if name in vars(made)})
+            self._keep(value, made)
+        else:
+            return value
+        return self._made[id(value)]
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _plain_class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """A module's class without what FSDP2 and f8sub put before it."""
+    if isinstance(module, Float8Experts):
+        return plain_class(module)
+    cls: Any = next(cls for cls in type(module).__mro__ if not is_fsdp_class(cls))
+    return plain_class_of(cls) if issubclass(cls, Float8Linear) else cls
+
+
+def _makes(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(HOOKS_THAT_MAKE_WEIGHTS)
+
+
+def _is_of_transformers(module: torch.nn.Module) -> bool:
+    return plain_class(module).__module__.startswith("transformers.")  # type: ignore[arg-type]
+
+
+MATRIX_PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "matmul", "_scaled_mm"), 0),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), 1),
+}
+"""Operators that contract the last dimension of an argument with the next one's; that argument's place."""
+
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
+
+PICKED = ("index", "index_select", "gather", "embedding")
+"""Operators that take some of the matrices of a stack."""
+
+NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")
+"""Of operators that are known, whether they multiply or not."""
+
+Key = tuple[str, str]
+"""A module's name and that of its parameter."""
+
+
+class Running:
+    """The names of the modules whose forwards run, the innermost last, and how often each ran."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def wrap(self, fqn: str, forward: Any) -> Any:
+        """``forward``, of the module of that name."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.calls[fqn] += 1
+            self.names.append(fqn)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.names.pop()
+
+        return run
+
+
+class Products(DispatchMode):  # type: ignore[misc]
+    """Counts multiplications while it is entered.
+
+    Args:
+        weights: names of parameters and the tensors; several names of one that is tied.
+        inputs: what a forward is given.
+        running: what runs.
+
+    Attributes:
+        own: multiplications by each weight while its module's forward runs.
+        elsewhere: by each weight while another one's does, by the name of that one.
+        of_activations: multiplications of activations by each other.
+        not_known: operators of other libraries that took a weight, and the weights' names.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, weights: Iterable[tuple[Key, torch.Tensor]], inputs: Iterable[torch.Tensor], running: Running
+    ) -> None:
+        super().__init__()
+        self._running = running
+        self._active: dict[int, StorageWeakRef] = {}
+        self._names: dict[int, tuple[StorageWeakRef, list[Key]]] = {}
+        for key, weight in weights:
+            if weight.dim() > 1:
+                storage = StorageWeakRef(weight.untyped_storage())
+                self._names.setdefault(storage.cdata, (storage, []))[1].append(key)
+        for tensor in inputs:
+            self._activate(tensor)
+        self.own: dict[Key, float] = defaultdict(float)
+        self.elsewhere: dict[tuple[Key, str], float] = defaultdict(float)
+        self.of_activations = 0.0
+        self.not_known: dict[str, set[Key]] = defaultdict(set)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and look at it."""
+        out = func(*args, **(kwargs or {}))
+        schema = getattr(func, "_schema", None)
+        space, _, name = ("" if schema is None else schema.name).partition("::")
+        given = list(_tensors((args, kwargs)))
+        product = _operands(name or str(func), args, given, out)
+        if product is not None:
+            self._count(*product)
+        elif space and space not in NAMESPACES:
+            for tensor in given:
+                self.not_known[f"{space}.{name}"].update(self._names_of(tensor) or ())
+        self._follow(name, given, out, is_product=product is not None)
+        return out
+
+    def _count(self, multiplications: float, operands: tuple[torch.Tensor, ...]) -> None:
+        names = next(filter(None, map(self._names_of, reversed(operands))), None)
+        if names is None:
+            self.of_activations += multiplications
+            return
+        running = self._running.names
+        own = max(names, key=lambda key: running.index(_owner(key)) if _owner(key) in running else -1)
+        if _owner(own) in running:
+            self.own[own] += multiplications
+        else:
+            self.elsewhere[own, running[-1] if running else ""] += multiplications
+
+    def _follow(self, name: str, given: list[torch.Tensor], out: Any, *, is_product: bool) -> None:
+        """Tell what came out: an activation, something of a weight, or neither."""
+        active = any(_id(tensor) in self._active for tensor in given)
+        known = next(filter(None, map(self._names_of, given)), None)
+        if active and known and name in PICKED:
+            active = given[0].dim() < 3 or not self._names_of(given[0])
+        for tensor in _tensors(out):
+            if self._names_of(tensor) is not None or _id(tensor) in self._active:
+                continue
+            if active:
+                self._activate(tensor)
+            elif known is not None and not is_product:
+                storage = StorageWeakRef(tensor.untyped_storage())
+                self._names[storage.cdata] = storage, known
+
+    def _activate(self, tensor: torch.Tensor) -> None:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._active[storage.cdata] = storage
+
+    def _names_of(self, tensor: torch.Tensor) -> list[Key] | None:
+        found = self._names.get(_id(tensor))
+        return None if found is None else found[1]
+
+
+def _owner(key: Key) -> str:
+    return key[0]
+
+
+def _id(tensor: torch.Tensor) -> int:
+    # References to a storage, although weak ones, keep its address from becoming another one's.
+    cdata: int = tensor.untyped_storage()._cdata
+    return cdata
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    return (each for each in tree_leaves(given) if isinstance(each, torch.Tensor))
+
+
+def _operands(
+    name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any
+) -> tuple[float, tuple[torch.Tensor, ...]] | None:
+    """How much an operator multiplies, and what by what; None where it is no product of matrices."""
+    if name in MATRIX_PRODUCTS:
+        a, b = given[MATRIX_PRODUCTS[name] :][:2]
+        rows = float(a.numel())
+        if name in GROUPED and a.dim() == 2 and b.dim() == 3:
+            rows = float(_rows_of_groups(a, given) * a.shape[1])
+        return rows * (b.shape[-1] if b.dim() > 1 else 1), (a, b)
+    if "convolution" in name and "backward" not in name:
+        x, w = args[:2]
+        transposed = len(args) > 6 and args[6] is True
+        positions = x.numel() // x.shape[1] if transposed else out.numel() // w.shape[0]
+        return float(positions * w.numel()), (x, w)
+    if name == "_trilinear":
+        return float(out.numel() * math.prod(args[1].shape[1:])), (args[0], args[2], args[1])
+    if "scaled_dot_product" in name or "flex_attention" in name:
+        q, k, v = args[:3]
+        return float(math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])), ()
+    return None
+
+
+def _rows_of_groups(a: torch.Tensor, given: list[torch.Tensor]) -> int:
+    """Rows up to the last group's end, which is known where tensors have values."""
+    ends = next((each for each in given if each.dim() == 1 and each.dtype == torch.int32), None)
+    if ends is None or ends.is_meta or not ends.numel():
+        return a.shape[0]
+    return int(ends[-1])
+
 
 Batch = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 
@@ -106,7 +439,7 @@ def count_of_made_up(model: torch.nn.Module) -> Count | str:
     Returns:
         A string where there is no count, empty or with the reason.
     """
-    inner = next((each for each in model.modules() if _is_of_transformers(each)), None)
+    inner = next((each for each in model.modules() if _is_pretrained(each)), None)
     if inner is None or len(list(inner.parameters())) < len(list(model.parameters())):
         return ""
     try:
@@ -269,7 +602,7 @@ def _shown(batch: Any) -> str:
     return "a batch without tensors"
 
 
-def _is_of_transformers(module: torch.nn.Module) -> bool:
+def _is_pretrained(module: torch.nn.Module) -> bool:
     return any(
         (cls.__module__, cls.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
         for cls in type(module).__mro__

@@ -10,7 +10,6 @@ from f8sub.convert.class_swap import EXPERTS
 from f8sub.convert.filters import name_of
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.estimator import seconds
-from f8sub.estimator.adapter_memory import Adapters, adapters_of
 from f8sub.estimator.advice import (
     advice,
     fits,
@@ -19,17 +18,16 @@ from f8sub.estimator.advice import (
 )
 from f8sub.estimator.experts import decided
 from f8sub.estimator.gpus import GPUS, Gpu, gpu_of
-from f8sub.estimator.memory import Memory, memory
+from f8sub.estimator.memory import Adapters, Memory, adapters_of, memory
 from f8sub.estimator.models import named_or_given
 from f8sub.estimator.page import page
-from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run
+from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, Wire, wire
 from f8sub.estimator.shapes import (
     Product,
     Shapes,
     alike,
     shapes_of,
 )
-from f8sub.estimator.wire import Wire, wire
 from f8sub.experts.seams import refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 

@@ -14,29 +14,28 @@ from f8sub.estimator.cluster import (
     FLOAT32,
     H100_500W,
     REDUCTIONS,
+    Arm,
     Cluster,
+    Group,
+    Timeline,
+    divided,
+    group_of,
+    timeline,
 )
 from f8sub.estimator.experts import decided
 from f8sub.estimator.gpus import GPUS, Gpu, gpu_of
-from f8sub.estimator.groups import (
-    Arm,
-    Group,
-    divided,
-    group_of,
-)
 from f8sub.estimator.memory import memory
 from f8sub.estimator.models import named_or_given
+from f8sub.estimator.page import step_page
 from f8sub.estimator.seconds import (
     CHECKPOINTS,
     LOGIT_BYTES,
     SELECTIVE,
     Run,
     rest_of,
+    wire,
 )
 from f8sub.estimator.shapes import Product, Shapes, shapes_of
-from f8sub.estimator.step_page import page
-from f8sub.estimator.timeline import Timeline, timeline
-from f8sub.estimator.wire import wire
 from f8sub.experts.seams import refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
@@ -130,7 +129,7 @@ class StepEstimate:
         }
 
     def __str__(self) -> str:
-        return page(self)
+        return step_page(self)
 
 
 def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)

@@ -3,8 +3,11 @@
 A product takes its FLOPs at the rate of its kind, or its bytes at a copy's speed, whichever is longer. A cast takes its
 bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work, FSDP2's
 copies and collectives, the loss and the optimizer.
+
+``wire`` gives the bytes that a training step's collectives carry, on each GPU.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,21 +16,82 @@ from typing import NamedTuple
 from f8sub.estimator.gpus import (
     FP4,
     H200,
+    HIGH,
     MX,
     ROWS,
     SQUARES,
     VECTORS,
+    VECTORS_BY_SQUARES,
     WHOLE,
     Gpu,
     kind_of_tiles,
 )
-from f8sub.estimator.products import by_expert_seconds, over_tokens_seconds
+from f8sub.estimator.gpus import kind_of_product as kind_of
 from f8sub.estimator.shapes import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import is_one_by_one
 from f8sub.kernels.grouped.operands import stored_format
 from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
 from f8sub.recipe import GemmSpec, Recipe
+from f8sub.weights.layout import bytes_of_row, lies_in_rows
+
+
+class Rate(NamedTuple):
+    """Of one kind of product on an H200.
+
+    Attributes:
+        flops: FLOP/s of a large one.
+        written: how many times its results' bytes are written at a copy's speed, after it was multiplied.
+    """
+
+    flops: float
+    written: float
+
+
+RATES = {
+    HIGH: Rate(800e12, 1),
+    ROWS: Rate(1530e12, 1.5),
+    VECTORS_BY_SQUARES: Rate(1400e12, 1),
+    VECTORS: Rate(970e12, 1),
+    WHOLE: Rate(1530e12, 1),
+    SQUARES: Rate(1400e12, 1),
+}
+"""Fitted to the 39 products of docs/experts.md with groups of equal size, which they hit within 8 %. Products of
+squares alone were not timed: they have the rate of vectors by squares."""
+
+ON = {"H100": {HIGH: 0.96}}
+"""Shares of these rates by GPU. An H100's is fitted to the bf16 products and steps of docs/experts.md on one.
+
+Without it those products are predicted 3 % too fast on average, and steps 5 %; float8's products are within 1 %.
+"""
+
+READ_AGAIN = 3
+"""Bytes moved for each element that the backend ``dequantize`` reads as bf16 before torch multiplies it."""
+
+
+def by_expert_seconds(spec: GemmSpec, m: float, k: float, n: float, experts: int, gpu: Gpu) -> float:
+    """Of fprop and dgrad: (m, k) tokens by (experts, n, k), to (m, n) in bf16."""
+    return _seconds(spec, 2 * m * n * k, (m * k, experts * n * k), m * n, gpu)
+
+
+def over_tokens_seconds(spec: GemmSpec, m: float, n: float, k: float, experts: int, gpu: Gpu) -> float:
+    """Of wgrad: (n, m) by (k, m) over each expert's part of m, to (experts, n, k) in bf16."""
+    return _seconds(spec, 2 * m * n * k, (m * n, m * k), experts * n * k, gpu)
+
+
+def _seconds(spec: GemmSpec, flops: float, read: tuple[float, float], written: float, gpu: Gpu) -> float:
+    kind = kind_of(spec)
+    native = kind == HIGH or kind in gpu.grouped
+    used = kind if native else HIGH
+    rate = RATES[used]
+    of_gpu = rate.flops * gpu.rates[used] / H200.rates[used] * ON.get(gpu.name, {}).get(used, 1.0)
+    sizes = [
+        2.0 if operand is None or not native else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)
+    ]
+    moved = sum(elements * size for elements, size in zip(read, sizes, strict=True))
+    again = 0.0 if native else sum(read) * READ_AGAIN
+    return max(flops / of_gpu, moved / gpu.copy) + (rate.written * 2 * written + again) / gpu.copy
+
 
 GAP, CAST_GAP = 5e-6, 9e-6
 """Seconds that a product, and a launch of a cast, take besides: ramps, tails, atomics. The host is ahead."""
@@ -401,3 +465,53 @@ def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dic
             time = linear_seconds(product, recipe, gpu, run, repeated, run.sharded).total
             found[product.fqn, product.rows] = found.get((product.fqn, product.rows), 0.0) + time
     return found
+
+
+BF16, FLOAT32 = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Bytes that one GPU receives, or for reductions sends, in a step.
+
+    Attributes:
+        gathered: all-gathers of weights; of a block two, forward's and backward's.
+        reduced: reduce-scatters of gradients, in float32.
+        replicated: all-reduces of gradients over copies of the weights.
+        amaxes: the one all-reduce of amaxes: the size of its table.
+    """
+
+    gathered: float
+    reduced: float
+    replicated: float
+    amaxes: float
+
+
+def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
+    """Of ``fully_shard``, a block a group, resharded after forward; ``recipe`` None for bf16."""
+    whole = shapes.other_parameters * BF16 + sum(
+        _gathered(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
+    )
+    away = (run.shards - 1) / run.shards
+    shard = shapes.learning / run.shards * FLOAT32
+    return Wire(
+        whole * away,
+        shapes.learning * FLOAT32 * away,
+        2 * shard * (run.replicas - 1) / run.replicas,
+        sum(_amaxes(product, recipe) for product in shapes.products),
+    )
+
+
+def _gathered(product: Product, recipe: Recipe | None) -> float:
+    row = wire_format(product, recipe)
+    if row is None or not product.elements:
+        return product.elements * BF16
+    rows, cols = product.stored
+    return rows * bytes_of_row(row, cols, lies_in_rows(row.tile))
+
+
+def _amaxes(product: Product, recipe: Recipe | None) -> float:
+    row = wire_format(product, recipe)
+    if row is None or not product.elements or lies_in_rows(row.tile):
+        return 0.0
+    return FLOAT32 * math.prod(row.tile.scale_shape(product.stored))

@@ -13,8 +13,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.diagnostics.bytes import byte_account
-from f8sub.diagnostics.expert_bytes import expert_bytes
+from f8sub.diagnostics.bytes import byte_account, expert_bytes
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts, experts_of, of_transformers
 from tests.experts.ranks.test_experts_sharded import TransposedExperts

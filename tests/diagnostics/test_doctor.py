@@ -12,8 +12,7 @@ from f8sub import torch_compat
 from f8sub.__main__ import main
 from f8sub.diagnostics import doctor, proofs
 from f8sub.diagnostics import machine as machines
-from f8sub.diagnostics.doctor import Diagnosis
-from f8sub.diagnostics.doctor_page import page
+from f8sub.diagnostics.doctor import Diagnosis, look_at_torch, page
 from f8sub.diagnostics.machine import GpuFacts, Machine
 from f8sub.diagnostics.proofs import (
     Cast,
@@ -23,7 +22,6 @@ from f8sub.diagnostics.proofs import (
     prove,
     why_not,
 )
-from f8sub.diagnostics.torch_names import look_at_torch
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.reference import quantize
 

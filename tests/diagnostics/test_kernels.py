@@ -8,8 +8,7 @@ import torch
 
 import f8sub
 from f8sub.diagnostics import statistics
-from f8sub.diagnostics.statistics import BINS, SUMS, measure
-from f8sub.diagnostics.statistics_launch import launches_of
+from f8sub.diagnostics.statistics import BINS, SUMS, launches_of, measure
 from f8sub.formats import Operand, Tile
 from f8sub.kernels.triton import support
 from tests.data_sets import gaussian, generator

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.diagnostics.statistics import WIDTH, measure, statistics_of
-from f8sub.diagnostics.statistics_advice import RULES, advice_for
+from f8sub.diagnostics.statistics import RULES, WIDTH, advice_for, measure, statistics_of
 from tests.data_sets import gaussian, generator
 
 ROWS, COLS = 48, 256

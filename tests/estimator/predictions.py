@@ -12,8 +12,7 @@ import torch
 
 import f8sub
 from f8sub.estimator import gpus, memory, seconds
-from f8sub.estimator.products import by_expert_seconds, over_tokens_seconds
-from f8sub.estimator.seconds import Run
+from f8sub.estimator.seconds import Run, by_expert_seconds, over_tokens_seconds
 from f8sub.estimator.shapes import Product, Shapes, shapes_of
 from f8sub.recipe import GemmSpec, Recipe
 

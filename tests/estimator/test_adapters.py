@@ -10,8 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.estimator.adapter_memory import adapters_of
-from f8sub.estimator.memory import memory
+from f8sub.estimator.memory import adapters_of, memory
 from f8sub.estimator.seconds import Run
 from f8sub.estimator.shapes import shapes_of
 

@@ -14,14 +14,13 @@ from f8sub.estimator.gpus import (
     H200,
     kind_of_product,
 )
-from f8sub.estimator.seconds import Run
+from f8sub.estimator.seconds import Run, wire
 from f8sub.estimator.shapes import (
     Product,
     block_of,
     reads_attention,
     shapes_of,
 )
-from f8sub.estimator.wire import wire
 from tests.estimator.predictions import model
 from tests.models import Transformer
 

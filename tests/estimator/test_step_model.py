@@ -10,7 +10,7 @@ from torch import nn
 
 import f8sub
 from f8sub.__main__ import main
-from f8sub.estimator import step_page
+from f8sub.estimator import page
 from f8sub.estimator.cluster import (
     BF16,
     CODE,
@@ -18,22 +18,20 @@ from f8sub.estimator.cluster import (
     FLOAT32,
     NETWORK,
     STEP,
-    Cluster,
-)
-from f8sub.estimator.gpus import H200
-from f8sub.estimator.groups import (
     Arm,
+    Cluster,
     Group,
     divided,
     reduction_of,
+    timeline,
 )
+from f8sub.estimator.gpus import H200
 from f8sub.estimator.models import load
 from f8sub.estimator.shapes import shapes_of
-from f8sub.estimator.timeline import timeline
 from tests.estimator.runs import rates, speed_ups, whole_runs
 from tests.models import Transformer
 
-TOLD = {"whole runs": step_page.WHOLE_RUNS, "speed-ups": step_page.SPEED_UPS, "rates": step_page.RATES}
+TOLD = {"whole runs": page.WHOLE_RUNS, "speed-ups": page.SPEED_UPS, "rates": page.RATES}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module, ModuleList
 
 from f8sub.delayed.state import ScalingState, ScalingStates
-from f8sub.diagnostics.conversion_report import conversion_report
+from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.options import Options, convert
 from f8sub.integrations.torchtitan.scales import attach

@@ -8,7 +8,7 @@ import torch
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
-from f8sub.diagnostics.conversion_report import conversion_report
+from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.grouped_experts import register_grouped_experts
 from f8sub.integrations.torchtitan.numerics import FILE

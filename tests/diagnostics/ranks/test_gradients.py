@@ -91,7 +91,7 @@ def test_torchtitans_options_measure_for_the_monitor(ranks):
 
 
 def test_writers_tell_what_a_row_has():
-    from f8sub.diagnostics import monitored_gradients, writers
+    from f8sub.diagnostics import monitor, writers
 
     told: dict[str, float] = {}
 
@@ -100,6 +100,6 @@ def test_writers_tell_what_a_row_has():
         def add_scalar(name: str, value: float, step: int) -> None:
             told[name] = value
 
-    rows = monitored_gradients.rows_of(7, ["layers.0"], torch.tensor([[1000.0, 1.0]], dtype=torch.float64))
+    rows = monitor.rows_of(7, ["layers.0"], torch.tensor([[1000.0, 1.0]], dtype=torch.float64))
     writers.tensorboard(Board)(7, rows)
     assert told == {"float8/gradient.sqnr/layers.0": 30.0}

@@ -3,20 +3,279 @@
 import argparse
 import functools
 import importlib.util
+import json
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from f8sub.cli_doctor import add_doctor
-from f8sub.cli_estimate import add_estimate
-from f8sub.cli_export import add_export
-from f8sub.cli_inspect import add_inspect
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
+from f8sub.checkpoint.layouts import LAYOUTS
+from f8sub.checkpoint.offline import export_checkpoint
+from f8sub.checkpoint.reader import CONFIG
+from f8sub.convert.class_swap import EXPERTS
+from f8sub.diagnostics.doctor import doctor, page
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning, unknown
+from f8sub.estimator.cluster import FLOAT32, REDUCTIONS
+from f8sub.estimator.estimate import estimate
+from f8sub.estimator.estimate_step import KINDS, estimate_step
+from f8sub.estimator.gpus import GPUS, gpu_of
+from f8sub.estimator.models import FORMS, load
+from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE
+from f8sub.experts.seams import AUTO_EXPERTS
+from f8sub.recipe import recipe_names
+from f8sub.recipes import DEFAULT
 from f8sub.version import __version__
+
+
+def add_choice(
+    parser: argparse.ArgumentParser, flag: str, known: Iterable[str], words: str, **options: Any
+) -> None:
+    """Add an option that is one of some names; another one is an error with the nearest of them.
+
+    Args:
+        parser: of a command.
+        flag: such as ``--gpu``.
+        known: the names.
+        words: the option's help.
+        options: of ``add_argument``; ``find`` besides, which is given the text and returns the name or raises
+            Float8ConfigError, for names that are an error of their own.
+    """
+    names = list(known)
+    find: Callable[[str], str] = options.pop("find", None) or (lambda text: one_of(flag[2:], text, names))
+
+    def read(text: str) -> str:
+        try:
+            return find(text)
+        except Float8ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    parser.add_argument(flag, type=read, metavar=f"{{{','.join(names)}}}", help=words, **options)
+
+
+def one_of(what: str, text: str, names: Iterable[str]) -> str:
+    """The name that a text is, in whatever case; Float8ConfigError where it is none."""
+    of_text = {name.lower(): name for name in names}
+    if text.lower() not in of_text:
+        raise unknown(what, text, of_text.values())
+    return of_text[text.lower()]
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command to the subparsers ``commands``."""
+    words = "what of f8sub works on this machine, proved by running it; status 1 where no recipe is native"
+    made = commands.add_parser(
+        "doctor", help=words, description=f"{words[0].upper()}{words[1:]}.", usage="%(prog)s [--json]"
+    )
+    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    made.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and ``Diagnosis.status``."""
+    found = doctor()
+    return json.dumps(found.as_dict(), indent=1) if arguments.json else page(found), found.status
+
+
+EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPERTS: AUTO_EXPERTS}
+"""``convert_to_float8``'s option by what a command line says."""
+
+
+def add_inspect(commands: Any) -> None:
+    """Add the command to the subparsers ``commands``."""
+    words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
+    usage = "%(prog)s MODEL [options]"
+    made = commands.add_parser(
+        "inspect", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
+    made.add_argument("model", metavar="MODEL", help=FORMS)
+    add_choice(made, "--recipe", recipe_names(), "all by default", nargs="+")
+    of_gpu = {"nargs": "+", "default": list(GPUS), "find": lambda text: gpu_of(text).name}
+    add_choice(made, "--gpu", GPUS, "the first counts for layers", **of_gpu)
+    made.add_argument("--tokens", type=int, default=8192, help="of one GPU in a step (8192)")
+    made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
+    made.add_argument("--mesh", default="8", help="GPUs that shard the weights; REPLICASxSHARDS for HSDP (8)")
+    add_choice(made, "--checkpoint", CHECKPOINTS, f"({SELECTIVE})", default=SELECTIVE)
+    made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
+    add_experts(made)
+    made.add_argument("--json", action="store_true", help="print all figures as JSON")
+    made.set_defaults(run=run_inspect)
+
+
+def add_experts(made: argparse.ArgumentParser) -> None:
+    """Add the option ``--experts``."""
+    default = str(EXPERTS).lower()
+    words = f"whether experts of a mixture are converted, auto: those that gain ({default})"
+    add_choice(made, "--experts", EXPERTS_WORDS, words, default=default)
+
+
+def run_inspect(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit status: 0.
+
+    Raises:
+        Float8ConfigError: see ``load`` and ``estimate``.
+    """
+    sizes = arguments.mesh.split("x")
+    if not all(map(str.isdecimal, sizes)):
+        raise Float8ConfigError(
+            f"--mesh is a number of GPUs, or REPLICASxSHARDS such as 4x8, got {arguments.mesh!r}"
+        )
+    found = estimate(
+        load(arguments.model),
+        arguments.recipe,
+        gpus=arguments.gpu,
+        tokens=arguments.tokens,
+        sequence=arguments.sequence,
+        mesh=[int(size) for size in sizes],
+        checkpoint=arguments.checkpoint,
+        skip=arguments.skip,
+        experts=EXPERTS_WORDS[arguments.experts],
+    )
+    if arguments.json:
+        return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0
+    return str(found), 0
+
+
+OPTIONS = (
+    *("gpu", "gpus_per_host", "network", "tokens", "sequence", "replicas", "tensor_parallel"),
+    *("recipe", "reduction", "checkpoint", "skip"),
+)
+"""Of ``estimate_step``, by its names."""
+
+
+def add_estimate(commands: Any) -> None:
+    """Add the command to the subparsers ``commands``."""
+    words = "a step's time on 8 to 1024 GPUs, and what float8 adds to it part by part; needs no GPU"
+    usage = "%(prog)s MODEL [options]"
+    made = commands.add_parser(
+        "estimate", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
+    made.add_argument("model", metavar="MODEL", help=FORMS)
+    made.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 128, 1024], help="(8 64 128 1024)")
+    of_gpu = {"default": "H100", "find": lambda text: gpu_of(text, KINDS).name}
+    add_choice(made, "--gpu", KINDS, "(H100); published runs had H100-500W", **of_gpu)
+    made.add_argument("--gpus-per-host", type=int, default=8, help="that NVLink joins (8)")
+    made.add_argument("--network", type=float, default=400, help="Gbit/s of a GPU's NIC (400)")
+    made.add_argument("--tokens", type=int, default=8192, help="of a data-parallel rank in a step (8192)")
+    made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
+    made.add_argument("--replicas", type=int, default=1, help="copies of the weights, for HSDP (1)")
+    made.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share each layer (1)")
+    add_choice(made, "--recipe", recipe_names(), f"({DEFAULT})", default=DEFAULT)
+    words = "of gradients, but in the last row (float32); e4m3-flat is one exchange over all hosts"
+    add_choice(made, "--reduction", REDUCTIONS, words, default=FLOAT32)
+    add_choice(made, "--checkpoint", CHECKPOINTS, f"({SELECTIVE})", default=SELECTIVE)
+    made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
+    add_experts(made)
+    made.add_argument("--json", action="store_true", help="print all figures as JSON")
+    made.set_defaults(run=run_estimate)
+
+
+def run_estimate(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit status: 0.
+
+    Raises:
+        Float8ConfigError: see ``load`` and ``estimate_step``.
+    """
+    given = vars(arguments)
+    options = {name: given[name] for name in OPTIONS} | {"experts": EXPERTS_WORDS[arguments.experts]}
+    found = estimate_step(load(arguments.model), arguments.gpus, **options)
+    if arguments.json:
+        return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0
+    return str(found), 0
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_export(commands: Any) -> None:
+    """Add the command to the subparsers ``commands``."""
+    words = "cast a finished checkpoint to the codes that training multiplied, for inference engines; needs no GPU"
+    usage = "%(prog)s CHECKPOINT OUT --recipe NAME [options]"
+    made = commands.add_parser(
+        "export", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
+    made.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a folder of safetensors, or of torch.distributed.checkpoint"
+    )
+    made.add_argument("out", metavar="OUT", help="the folder to make")
+    add_choice(made, "--recipe", recipe_names(), "what the model was trained with", required=True)
+    made.add_argument(
+        "--model", help=f"what the checkpoint is of, where it has no config.json of transformers: {FORMS}"
+    )
+    add_choice(made, "--layout", ("auto", *LAYOUTS), "(auto)", default="auto")
+    add_choice(made, "--dtype", DTYPES, f"what the forward computes in ({DTYPES[0]})", default=DTYPES[0])
+    made.add_argument(
+        "--prefix", help="before the model's names in the checkpoint, such as model. (found by itself)"
+    )
+    made.add_argument(
+        "--skip", nargs="+", default=[], help="patterns of layers that training left in high precision"
+    )
+    made.add_argument(
+        "--no-skip-defaults",
+        dest="skip_defaults",
+        action="store_false",
+        help="training multiplied output heads, routers and small layers in float8, too",
+    )
+    made.add_argument(
+        "--experts", action="store_true", help="training multiplied mixtures of experts in float8, too"
+    )
+    made.add_argument("--json", action="store_true", help="print what was written as JSON")
+    made.set_defaults(run=run_export)
+
+
+def run_export(arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to print, and the exit status: 0.
+
+    Raises:
+        Float8ConfigError: see ``inspect``'s ``load`` and ``export_checkpoint``; so are the other errors.
+    """
+    folder = Path(arguments.checkpoint)
+    if not folder.is_dir():
+        raise Float8ConfigError(f"{folder} is no folder, and a checkpoint is one")
+    if arguments.model is None and not (folder / CONFIG).exists():
+        raise Float8ConfigError(
+            f"{folder} has no {CONFIG} that says what model it is of; give --model: {FORMS}"
+        )
+    exported = export_checkpoint(
+        folder,
+        arguments.out,
+        load(arguments.model or arguments.checkpoint),
+        recipe=arguments.recipe,
+        layout=arguments.layout,
+        dtype=getattr(torch, arguments.dtype),
+        prefix=arguments.prefix,
+        skip=tuple(arguments.skip),
+        skip_defaults=arguments.skip_defaults,
+        experts=arguments.experts,
+        progress=_progress(),
+    )
+    files = [path for path in Path(arguments.out).iterdir() if path.suffix == ".safetensors"]
+    size = sum(path.stat().st_size for path in files)
+    if arguments.json:
+        names = {"float8": list(exported.formats), "high_precision": exported.in_high_precision}
+        written = {"folder": arguments.out, "files": len(files), "bytes": size}
+        chosen = {"recipe": arguments.recipe, "layout": exported.layout, "dtype": arguments.dtype}
+        return json.dumps({**written, **chosen, **names}, indent=1), 0
+    return (
+        f"{arguments.out}: {len(exported.formats)} layers in float8 ({arguments.recipe}, layout "
+        f"{exported.layout}), {len(exported.in_high_precision)} in {arguments.dtype}, {size / 1e6:,.1f} MB in "
+        f"{len(files)} file{'s' * (len(files) > 1)}"
+    ), 0
+
+
+def _progress() -> Any:
+    """A bar over the tensors where a terminal looks on and rich is installed, beside what is printed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return iter
+    from rich.console import Console
+    from rich.progress import track
+
+    track_names: Any = functools.partial(track, description="Casting", console=Console(stderr=True))
+    return track_names
+
 
 COMMANDS = (add_doctor, add_inspect, add_estimate, add_export)
 """Each adds one command, whose ``run`` takes the parsed arguments and returns a text and an exit status."""

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import f8sub
-from f8sub import cli_export
+from f8sub import cli
 from f8sub.__main__ import main
 from tests.checkpoint.models import BF16, llama, trained
 from tests.checkpoint.nets import NETS
@@ -124,10 +124,10 @@ def test_errors_are_one_line_and_a_status(tmp_path, capsys, monkeypatch):
 
 
 def test_a_bar_where_a_terminal_looks_on(tmp_path, monkeypatch, capsys):
-    assert cli_export._progress() is iter
+    assert cli._progress() is iter
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(cli_export.importlib.util, "find_spec", lambda name: None)
-    assert cli_export._progress() is iter
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli._progress() is iter
     monkeypatch.undo()
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

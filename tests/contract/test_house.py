@@ -29,7 +29,7 @@ ASSIGNED_FROM_ELSEWHERE = {
     "diagnostics.sensitivity.probes",
     "experts.grouped_linear.watchers",
     "gradients.reduction.measured_by_module",
-    "integrations.torchtitan.numerics.REDUCTIONS",
+    "integrations.torchtitan.hooks.REDUCTIONS",
     "tensor.float8_tensor.OPS",
 }
 """Globals that other modules set or add to: who reads the file does not see what is in them. No other may be."""

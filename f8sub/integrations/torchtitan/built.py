@@ -12,8 +12,8 @@ from torchtitan.protocols.module import Module, ModuleList
 from f8sub.delayed.state import ScalingState, ScalingStates
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
+from f8sub.integrations.torchtitan.hooks import attach
 from f8sub.integrations.torchtitan.options import Options, convert
-from f8sub.integrations.torchtitan.scales import attach
 from f8sub.linear.float8_linear import Float8Linear
 
 __all__ = ["in_float8", "like", "then"]

@@ -11,8 +11,8 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 
 from f8sub.integrations.torchtitan.built import in_float8, like
+from f8sub.integrations.torchtitan.hooks import attach
 from f8sub.integrations.torchtitan.options import Options, known
-from f8sub.integrations.torchtitan.scales import attach
 
 __all__ = ["Float8Converter", "with_float8", "with_precompute_scales"]
 

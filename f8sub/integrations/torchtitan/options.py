@@ -13,10 +13,17 @@ from f8sub.convert.filters import kind_of, layer_recipes
 from f8sub.convert.keep_x import layer_keep_x
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
-from f8sub.integrations.torchtitan.checkpointed import KEEP, set_policy
-from f8sub.integrations.torchtitan.gradients import reduce_from_first_forward
-from f8sub.integrations.torchtitan.numerics import FILE, WANTED, monitor_from_first_forward
-from f8sub.integrations.torchtitan.scales import PRECOMPUTE, attach_at_first_step, check_at_first_forward
+from f8sub.integrations.torchtitan.hooks import (
+    FILE,
+    KEEP,
+    PRECOMPUTE,
+    WANTED,
+    attach_at_first_step,
+    check_at_first_forward,
+    monitor_from_first_forward,
+    reduce_from_first_forward,
+    set_policy,
+)
 from f8sub.linear.checkpointing import checkpoint_policy
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe, get_recipe

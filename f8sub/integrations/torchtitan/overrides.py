@@ -8,8 +8,8 @@ from torchtitan.config.override import override
 from torchtitan.protocols.model import BaseModel
 
 from f8sub.integrations.torchtitan.built import in_float8, then
+from f8sub.integrations.torchtitan.hooks import attach
 from f8sub.integrations.torchtitan.options import Options, known
-from f8sub.integrations.torchtitan.scales import attach
 
 if find_spec("torchtitan.components.optim"):  # after 0.3
     from torchtitan.components.optim import OptimizersContainer

@@ -6,8 +6,7 @@ import math
 import torch
 
 import f8sub
-from f8sub.integrations.torchtitan.gradients import reduce_from_first_forward
-from f8sub.integrations.torchtitan.numerics import WANTED
+from f8sub.integrations.torchtitan.hooks import WANTED, reduce_from_first_forward
 from tests.models import BF16, shard, train, transformer
 
 

@@ -126,7 +126,7 @@ def test_the_command_line_alone():
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import apply_overrides
 
-    from f8sub.integrations.torchtitan import scales
+    from f8sub.integrations.torchtitan import hooks
 
     config = ConfigManager().parse_args(
         [
@@ -142,8 +142,8 @@ def test_the_command_line_alone():
     assert model.layers["0"].feed_forward.w1.plan.recipe.name == "rowwise"
     model.to_empty(device="cpu")
     optimizers = config.optimizer.build(model_parts=[model])
-    assert optimizers in scales._attached
-    scales.attach(optimizers, [model])  # a config with post_optimizer_build_fn would
+    assert optimizers in hooks._attached
+    hooks.attach(optimizers, [model])  # a config with post_optimizer_build_fn would
     assert len(optimizers._optimizer_step_post_hooks) == 1
 
 

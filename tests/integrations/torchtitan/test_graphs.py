@@ -81,7 +81,7 @@ def test_scales_that_are_not_made_after_each_step_are_an_error(titan, assets):
 def test_graphs_of_another_kind_are_an_error():
     from torchtitan.distributed import cudagraph
 
-    from f8sub.integrations.torchtitan.graphs import launch_next
+    from f8sub.integrations.torchtitan.hooks import launch_next
 
     cudagraph._manager._wrappers = [object()]
     with pytest.raises(f8sub.Float8ConfigError, match=r"0\.3\.0 is known.*--training\.disable_cuda_graphs"):

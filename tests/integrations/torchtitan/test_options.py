@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
-from f8sub.integrations.torchtitan.checkpointed import KEEP, set_policy
+from f8sub.integrations.torchtitan.hooks import KEEP, set_policy
 from f8sub.integrations.torchtitan.options import Options, known
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator

@@ -54,10 +54,6 @@ class Probe(Protocol):
         """Have ``search`` look at what they multiply from now on, until what is returned is called."""
 
 
-probes: list[Probe] = []
-"""What features have added."""
-
-
 class Search:
     """What ``find_nonfinite`` found; filled when its context is left.
 
@@ -146,7 +142,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     with ExitStack() as exits:
         for handle in handles:
             exits.callback(handle.remove)
-        for probe in probes:
+        for probe in PROBES:
             exits.callback(probe.begin(model, search))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         yield search
@@ -215,7 +211,8 @@ class ExpertsProbe(Probe):
         return leave
 
 
-probes.append(ExpertsProbe())
+PROBES: tuple[Probe, ...] = (ExpertsProbe(),)
+"""What looks into other modules than linear layers."""
 
 
 class _Watch:

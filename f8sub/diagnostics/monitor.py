@@ -22,7 +22,7 @@ import torch.distributed as dist
 from f8sub.capture import current_capture
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics import writers
-from f8sub.diagnostics.sample import RESULTS, ROLES, Sample, probes
+from f8sub.diagnostics.sample import PROBES, RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import GRADIENT, Statistics, advice_for, decibels
 from f8sub.diagnostics.writers import Writer
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
@@ -130,7 +130,7 @@ class Monitor:
             for name, module in model.named_modules()
             if isinstance(module, Float8Linear)
         }
-        there = [*self._layers, *(name for probe in probes for name in probe.names(model))]
+        there = [*self._layers, *(name for probe in PROBES for name in probe.names(model))]
         names = _named(there, patterns)
         self._layers = {name: layer for name, layer in self._layers.items() if name in names}
         self.group = group

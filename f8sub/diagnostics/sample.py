@@ -41,9 +41,6 @@ ROLES = ("x", "w", "dy")
 RESULTS = ("y", "dx", "dw")
 """What its GEMMs return. They are cast with current scales for the statistics alone: y as x, dx as dy, dw as w."""
 
-probes: "list[Probe]" = []
-"""What features have added."""
-
 
 class Probe(Protocol):
     """Measures modules that are no ``Float8Linear``."""
@@ -72,7 +69,7 @@ class _Noted(NamedTuple):
 
 
 class Sample:
-    """The hooks of one step, and the table that they fill; ``model`` is what probes look into."""
+    """The hooks of one step, and the table that they fill; ``model`` is what ``PROBES`` look into."""
 
     def __init__(
         self,
@@ -95,7 +92,7 @@ class Sample:
             after = layer.register_forward_hook(functools.partial(self._after, name), prepend=True)
             self._exits.callback(before.remove)
             self._exits.callback(after.remove)
-        for probe in probes:
+        for probe in PROBES:
             self._exits.callback(probe.begin(self))
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         self._exits.enter_context(launching("a Monitor samples it"))
@@ -315,7 +312,8 @@ class ExpertsProbe(Probe):
         return lambda: watchers.remove(watch)
 
 
-probes.append(ExpertsProbe())
+PROBES: tuple[Probe, ...] = (ExpertsProbe(),)
+"""What looks into other modules than linear layers."""
 
 
 def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:

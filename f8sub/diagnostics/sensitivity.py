@@ -61,8 +61,6 @@ class Probe:
         raise NotImplementedError
 
 
-probes: list[Probe] = []
-
 _ROUNDING = 1e-9
 """By how much the shares of all layers may be more than 1 in sum."""
 
@@ -123,7 +121,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
     refuse_other_than_a_module("sensitivity", model)
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     weights: dict[str, Sequence[torch.Tensor]] = {fqn: [m.weight] for fqn, m in layers.items()}
-    for probe in probes:
+    for probe in PROBES:
         weights |= probe.modules(model)
     if not weights:
         raise Float8ConfigError(
@@ -149,7 +147,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             plan = layer.plan
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
             layer.plan = Plan.make(high, plan.device, plan.backend)
-        for probe in probes:
+        for probe in PROBES:
             exits.callback(probe.enter(model, note))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         loss = checked_loss(loss_of(model))
@@ -241,7 +239,8 @@ class ExpertsProbe(Probe):
         return leave
 
 
-probes.append(ExpertsProbe())
+PROBES: tuple[Probe, ...] = (ExpertsProbe(),)
+"""What looks into other modules than linear layers."""
 
 
 def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:

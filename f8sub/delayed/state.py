@@ -131,7 +131,7 @@ class ScalingState(torch.nn.Module):
         )
 
     def stage(self, operand: int, amax: torch.Tensor) -> None:
-        """Take amaxes, float32, a row of each member ``here``, into the staging row, see ``quantize_cuda.stage``."""
+        """Take amaxes, float32, a row of each member ``here``, into the staging row, see ``cuda.stage``."""
         name = OPERANDS[operand]
         staged, flags = getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}")
         if self.here != ALL_MEMBERS:

@@ -38,7 +38,7 @@ def launches_of(
     maxima: torch.Tensor,
     constants: dict[str, float],
 ) -> "list[Launch]":
-    """The launches that add what one matrix has to ``sums`` and ``maxima``; see ``statistics.add_measured``.
+    """The launches that add what one matrix has to ``sums`` and ``maxima``; see ``add_measured``.
 
     Args:
         values: (rows, cols), in the dtype that was cast.

@@ -64,7 +64,7 @@ def pack_chunks(
 
 @triton.jit
 def encoded(x):
-    """``blocks.encode`` of (TILE, BLOCK) elements."""
+    """``wire.encode`` of (TILE, BLOCK) elements."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
     # Rare, so most programs do not look at each element: NaN, infinity, and what e4m3 would round up to 2**128.

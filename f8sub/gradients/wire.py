@@ -134,7 +134,7 @@ Place = tuple[torch.device, int]
 def pack_launches(
     sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor
 ) -> "list[Launch]":
-    """The launches that fill ``out``, one for each dtype and alignment; see ``wire.pack``."""
+    """The launches that fill ``out``, one for each dtype and alignment; see ``pack``."""
     from f8sub.gradients import triton_kernels
     from f8sub.kernels.triton import quantize_launch
 
@@ -155,7 +155,7 @@ def pack_launches(
 
 
 def add_launches(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> "list[Launch]":
-    """The launches that fill ``out``, one for each alignment; see ``wire.add``."""
+    """The launches that fill ``out``, one for each alignment; see ``add``."""
     from f8sub.gradients import triton_kernels
 
     kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}

@@ -1,6 +1,6 @@
 """checkpoint_policy: which results a checkpointed function saves, and which it makes again in backward.
 
-A float8 product is ``aten.mm`` to a policy, see ``product``, so lists made for bf16 mean the same here. What a policy
+A float8 product is ``aten.mm`` to a policy, so lists made for bf16 mean the same here. What a policy
 decides is about results of products: little of the elementwise work between them is worth its memory, and
 ``torch.compile`` repeats it inside of other kernels. In compiled code every policy saves the amax that makes a scale.
 

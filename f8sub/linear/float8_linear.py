@@ -10,8 +10,8 @@ dy --quantize--> rowwise, columnwise
 - Sources (``kernels/scales.py``) say how the scales of x, w and dy are made in one call: from the current amax, or from
   what a feature made before. Forward makes them, and backward uses them too.
 - ``kernels/quantize.py`` picks the kernel that casts. ``saved_input.py`` decides what backward has of x.
-- Features enter by ``class_swap.py``: other scales, weights that are DTensors, other plans for a while, codes of an x that
-  another layer cast.
+- ``autocast.py`` gives other plans for a while, ``dtensor.py`` what DTensors need, ``shared_input.py`` the codes of an
+  x that another layer cast.
 
 Compiled forwards of layers whose weight or x is a DTensor of float8 are one node to dynamo, which cannot look inside.
 AOTAutograd runs the node while it traces, with tensors that show what is in them, and so compiles what is in the node.

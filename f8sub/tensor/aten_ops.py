@@ -4,7 +4,7 @@ Transposes keep their codes, as views of rows do in training, and products of tw
 other operator reads the high-precision values that the codes stand for, with a warning once. So a module that reads a
 weight itself computes the same whether FSDP2 gathers that weight in float8 or not, within what the codes cost.
 
-So do operators that cut a Float8Tensor, pick rows or columns of it, or put parts together: see ``slicing.py``.
+Operators that cut a Float8Tensor, pick rows or columns of it, or put parts together go by ``slicing.py``.
 """
 
 import sys

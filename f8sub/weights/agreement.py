@@ -4,10 +4,10 @@
 and ``_PASSED`` when it leaves, after it has read what it came for. So the rank whose count says that all left is the
 last reader, and it alone deletes the keys.
 
-[Note: process groups] A group has one user at a time, and is kept for the next one when the user is gone. A group has
-one user at a time, because ranks need not reduce two exchanges in one order. A rank that forgets ``precompute_scales``
-reduces before its next all-gather, when the others may have reduced the table of another model. On one group those
-all-reduces would be paired wrongly.
+[Note: process groups] A group is kept for the next user when its user is gone. It has one user at a time, because ranks
+need not reduce two exchanges in one order. A rank that forgets ``precompute_scales`` reduces before its next
+all-gather, when the others may have reduced the table of another model. On one group those all-reduces would be paired
+wrongly.
 
 A group is used again, because each one takes sockets and threads (gloo) or device memory (NCCL). It is not destroyed
 with its user, because garbage is collected at other times on other ranks. ``new_group`` names a group by its ranks and

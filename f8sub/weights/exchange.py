@@ -7,8 +7,8 @@
 - ``precompute_scales.py`` asks every exchange of a model for a reduction, and enters optimizer steps.
 - The amax table (``amax_table.py``) is flat float32 memory. Shards and unsharded weights look at its parts, so that
   scales that are written there are theirs. What is wrong with the weights is told one reduction later.
-- A region (``conversion.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is over
-  all ranks that hold the layers, HSDP's replicas too. Any other one is over the ranks that shard the weights.
+- A region (``conversion.py``) is a feature's part of the table. Regions that are due ride along. Such a reduction is
+  over all ranks that hold the layers, HSDP's replicas too. Any other one is over the ranks that shard the weights.
 
 When the table is reduced is decided by what every rank knows, never by what one rank alone knows. An optimizer step, a
 ``load_state_dict`` and a call of precompute_scales are such things: a rank whose loss is NaN may leave them out.

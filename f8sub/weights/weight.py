@@ -9,8 +9,8 @@
   a cell, which counts what was written. A WeightRecord is one a weight: FSDP2 pads, moves and re-makes tensors.
 - A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it compares
   those that are sharded across ranks, and gives each a shard and an exchange.
-- A Shard (``shard.py``) is this rank's part. Its codes are cast right into the memory that FSDP2 sends
-  (``shard.py``). The wire (``layout.py``) is what is sent: one uint8 matrix, with scales in its rows or none.
+- A Shard (``shard.py``) is this rank's part. Its codes are cast right into the memory that FSDP2 sends.
+  The wire (``layout.py``) is what is sent: one uint8 matrix, with scales in its rows or none.
   That form alone is right for uneven and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The
   scales come from an Exchange (``exchange.py``).
 - The hooks keep nothing: FSDP2 calls them more often than once a pass.

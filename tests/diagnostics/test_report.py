@@ -118,7 +118,7 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: CUDA)
-    caches = (Plan.make, select.support.why_no_triton, select.triton_mm.why_not_device)
+    caches = (Plan.make, select.support.why_no_triton, select.blockwise.why_not_device)
     for cache in caches:
         cache.cache_clear()
     yield request.param

@@ -27,7 +27,7 @@ def on_the_cpu() -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for target, changes in (
         (gemm, {"why_not_device": lambda device: None, "multiprocessors": lambda device: 3}),
-        (gemm, {"default_config": lambda *how: GroupedConfig(64, 64, 3)}),
+        (gemm, {"default_grouped_config": lambda *how: GroupedConfig(64, 64, 3)}),
         (torch.cuda, {"device": lambda device: contextlib.nullcontext()}),
     ):
         stack.enter_context(patch.multiple(target, **changes))

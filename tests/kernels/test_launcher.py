@@ -318,7 +318,7 @@ def products(pair: str, kinds: tuple[str, ...]) -> None:
     counts = [130, 0, 119]
     for kind in kinds:
         case = {"by_rows": grouped.ByRows, "over_rows": grouped.OverRows}[kind]
-        product = getattr(gemm, kind)
+        product = getattr(gemm, f"triton_{kind}")
         *_, rows = case(formats, counts, 256, 384).operands()
 
         def draw(case=case) -> dict[str, torch.Tensor]:

@@ -185,7 +185,7 @@ def convert(
     Args:
         model: on meta.
         options: what was asked for.
-        linear_classes: torchtitan's own subclasses of nn.Linear, see ``linear_subclasses.extensions``.
+        linear_classes: torchtitan's own subclasses of nn.Linear, see ``class_swap.extensions``.
 
     Raises:
         Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.

@@ -37,7 +37,7 @@ class Config:
         rows: of a tile, a power of two; ``persistent``: 128.
         cols: of a tile, a power of two; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
-        persistent: ``hopper.multiply_persistently``; else ``gemm.multiply``.
+        persistent: ``gemm_sm90.multiply_persistently``; else ``gemm.multiply``.
         group: tiles of one column that are made one after the other, so that L2 holds what they share.
         parts: of K that are summed by programs of their own; of ``persistent`` 1.
         warps: of a program of ``gemm.multiply``.
@@ -149,7 +149,7 @@ class GroupedConfig:
         rows: of a tile, a power of two; ``persistent``: 128.
         cols: of a tile, a power of two, at most 128; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
-        persistent: ``grouped_hopper.multiply_groups_persistently``; else ``grouped_gemm.multiply_groups``.
+        persistent: ``grouped_gemm_sm90.multiply_groups_persistently``; else ``grouped_gemm.multiply_groups``.
         group: tiles of one column that are made one after the other, so that L2 holds what they share.
         blocks: of K that a pass of the persistent kernel's loop takes, a divisor of ``stages``: each sum is filled
             up to whole passes.

@@ -50,7 +50,7 @@ def quantize_tokens(
     columnwise: Float8Format | None,
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
-    """Both operands of groups that follow each other: ``tokens.quantize``; goes there for what no kernel takes."""
+    """``operands.quantize_tokens`` of both operands of groups in a row; goes there for what no kernel takes."""
     if rowwise is not None and columnwise is not None and rowwise != columnwise:
         return quantize_tokens(x, groups, rowwise, None)[0], quantize_tokens(
             x, groups, None, columnwise, multiple
@@ -144,7 +144,7 @@ def _takes(
 
 
 def quantize_weights(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
-    """``weights.quantize``; goes there for what no kernel takes. Experts may have any stride."""
+    """``operands.quantize_weights``; goes there for what no kernel takes. Experts may have any stride."""
     if w.dtype not in HIGH_PRECISION or not support.takes(w) or why_no_kernel(format):
         return operands.quantize_weights(w, format)
     count, rows, cols = w.shape
@@ -173,7 +173,7 @@ def quantize_weights(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
 
 
 def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWeights:
-    """``weights.derive_columnwise``; goes there for what no kernel takes. Kernels make contiguous codes."""
+    """``operands.derive_columnwise``; goes there for what no kernel takes. Kernels make contiguous codes."""
     codes, scale_inv, own = rowwise
     if not (support.takes(codes) and derives(rowwise, format)):
         return operands.derive_columnwise(rowwise, format)

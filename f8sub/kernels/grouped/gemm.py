@@ -54,7 +54,7 @@ def triton_by_rows(
     fast_accum: bool,
     config: GroupedConfig | None = None,
 ) -> torch.Tensor:
-    """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``grouped_gemm_launch.product_by_rows``."""
+    """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``gemm_launch.product_by_rows``."""
     experts, cols, depth = b.data.shape
     if 0 in (rows.total, experts):
         return a.data.new_zeros((rows.total, cols), dtype=out_dtype)
@@ -72,7 +72,7 @@ def triton_over_rows(
     fast_accum: bool,
     config: GroupedConfig | None = None,
 ) -> torch.Tensor:
-    """(N, M) x (K, M) -> (E, N, K): ``grouped_gemm_launch.product_over_rows``."""
+    """(N, M) x (K, M) -> (E, N, K): ``gemm_launch.product_over_rows``."""
     experts = len(rows.ends)
     if 0 in (experts, a.data.shape[1]):
         return a.data.new_zeros((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)

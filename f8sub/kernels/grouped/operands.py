@@ -90,7 +90,7 @@ def start_of_groups(edge: int, multiple: int) -> int:
 
 
 def laid_out(groups: Groups, edge: int, multiple: int) -> Groups:
-    """Where groups lie in codes whose tiles have that edge along the rows; see ``tokens.quantize``."""
+    """Where groups lie in codes whose tiles have that edge along the rows; see ``operands.quantize_tokens``."""
     start = start_of_groups(edge, multiple)
     return groups if start == 1 else groups.aligned(start)
 

@@ -132,7 +132,7 @@ def quantized_groups(
     columnwise: Float8Format | None,
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
-    """``tokens.quantize`` of both operands as one node."""
+    """``operands.quantize_tokens`` of both operands as one node."""
     names = (None if format is None else format.name for format in (rowwise, columnwise))
     tensors = iter(quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple))
     found: list[Tokens | None] = []
@@ -199,7 +199,7 @@ def _is_of_checkpointing(mode: Any) -> bool:
 def rows(
     backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``products.multiply_rows`` by the backend of that name."""
+    """``gemm.multiply_rows`` by the backend of that name."""
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
@@ -228,7 +228,7 @@ def weights(
 
 
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``products.high_precision_rows``."""
+    """``gemm.high_precision_rows``."""
     if not torch.compiler.is_compiling():
         multiply = functools.partial(gemm.high_precision_rows, x, w, groups)
         return seen_as_one(multiply, x, w, groups.ends)
@@ -237,7 +237,7 @@ def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> tor
 
 
 def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``products.high_precision_weights``."""
+    """``gemm.high_precision_weights``."""
     if not torch.compiler.is_compiling():
         return gemm.high_precision_weights(dy, x, groups)
     found: torch.Tensor = _plain_weights_as_one_node(dy, x, groups.first, groups.ends)

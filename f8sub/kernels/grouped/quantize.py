@@ -20,7 +20,7 @@ from f8sub.kernels.scales import PriorScale, scale_now, with_inverse
 def quantize_tokens(
     x: torch.Tensor, groups: Groups, format: Float8Format, *, contracted: bool, multiple: int = 1
 ) -> Tokens:
-    """``tokens.quantize``."""
+    """``operands.quantize_tokens``."""
     if contracted:
         found = quantize_both(x, groups, None, format, multiple)[1]
     else:
@@ -46,7 +46,7 @@ def quantize_both(
 
 
 def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
-    """Rowwise codes of all experts: ``weights.quantize``. One node in compiled code."""
+    """Rowwise codes of all experts: ``operands.quantize_weights``. One node in compiled code."""
     if torch.compiler.is_compiling():
         codes, scale_inv = ops.quantize_experts(w, format.name)
         return ExpertWeights(codes, scale_inv, format)
@@ -56,7 +56,7 @@ def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
 def derive_columnwise_of_experts(
     rowwise: ExpertWeights, format: Float8Format, after: torch.Tensor
 ) -> ExpertWeights:
-    """Columnwise codes of all experts: ``weights.derive_columnwise``. One node in compiled code.
+    """Columnwise codes of all experts: ``operands.derive_columnwise``. One node in compiled code.
 
     ``after`` keeps it in the backward pass, see ``ops.derive_columnwise_in_backward``.
     """

@@ -40,7 +40,7 @@ def _bits(x):
 
 @triton.jit
 def finite_pair(pair):
-    """``tiles.finite_or_nan`` of each element."""
+    """``tile_ops.finite_or_nan`` of each element."""
     if INTERPRETED:
         return _bits(finite_or_nan(_left(pair))) | (_bits(finite_or_nan(_right(pair))) << 16)
     else:
@@ -118,7 +118,7 @@ def last_of_tile(even, odd):
 
 @triton.jit
 def amax_bits_at(half):
-    """``tiles.amax_bits`` of half an ``order``; 0 where no element is finite."""
+    """``tile_ops.amax_bits`` of half an ``order``; 0 where no element is finite."""
     return tl.maximum(half - 0x80, 0) << 16
 
 

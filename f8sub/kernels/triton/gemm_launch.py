@@ -33,7 +33,7 @@ class Reading:
 def multiplication(
     a: Operand, b: Operand, out_dtype: torch.dtype, config: Config, programs: int
 ) -> tuple[list[Launch], torch.Tensor]:
-    """How to multiply ``a @ b.t()``, (M, K) and (N, K), of formats that ``triton_mm.why_not`` has no reason against.
+    """How to multiply ``a @ b.t()``, (M, K) and (N, K), of formats that ``blockwise.why_not`` has no reason against.
 
     ``programs`` is the number of the device's multiprocessors. Returns the launches, in order, and what they fill:
     (M, N), ``out_dtype``.
@@ -86,7 +86,7 @@ def _scales(operand: Operand, lines: int, persistent: bool) -> tuple[Any, int, i
     """Scales, their stride, and the lines and blocks of K that each serves.
 
     Scales of squares are read as they are, scales of lines block by block of K; others are made one a line and block.
-    ``hopper.multiply_persistently`` loads scales of lines by descriptors.
+    ``gemm_sm90.multiply_persistently`` loads scales of lines by descriptors.
     """
     tile = operand.format.tile
     if tile.cols != ALL and tile.rows != ALL and tile.rows % BLOCK == 0 and (persistent or lines <= BLOCK):

@@ -1,4 +1,4 @@
-"""Products by groups for Hopper, in Gluon: ``hopper``'s loader and multipliers, over tiles that a table tells."""
+"""Products by groups for Hopper, in Gluon: ``gemm_sm90``'s loader and multipliers, over tiles that a table tells."""
 
 from f8sub.kernels.triton.gemm_sm90 import (
     load_blocks,
@@ -81,7 +81,7 @@ def halves(sums, COLS: gl.constexpr):
 def sum_blocks_in_place(
     a_blocks, b_blocks, full, empty, turn, begin, end, CONFIG: gl.constexpr, FIRST: gl.constexpr
 ):
-    """``hopper.sum_blocks`` that leaves the sums to the tensor cores' accumulators: fast accumulation."""
+    """``gemm_sm90.sum_blocks`` that leaves the sums to the tensor cores' accumulators: fast accumulation."""
     STAGES: gl.constexpr = CONFIG.stages
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 256, 32])
     sums = gl.zeros((64, 256), gl.float32, SUMS)
@@ -180,9 +180,9 @@ def multiply_groups_persistently(
     """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
     ``table_ptr`` is the table of ``grouped_gemm``, and arguments are those of its ``multiply_groups``, but of the
-    persistent kind: scales of lines for each block of K are descriptors, see ``hopper.multiply_persistently``; those of
-    ``a`` by rows, where groups begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and what lies
-    past them is zeros.
+    persistent kind: scales of lines for each block of K are descriptors, see ``gemm_sm90.multiply_persistently``;
+    those of ``a`` by rows, where groups begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and
+    what lies past them is zeros.
     """
     ROWS: gl.constexpr = CONFIG.rows
     COLS: gl.constexpr = CONFIG.cols

@@ -1,7 +1,7 @@
 """Kernels over many matrices at once: their amaxes into one table, and scales of all of its entries.
 
-A tensor of int64 lists the matrices, FIELDS numbers for each. An amax is kept as the bits of a float32, see ``casts``;
-here the amax of a tile with NaN or infinity is infinity.
+A tensor of int64 lists the matrices, FIELDS numbers for each. An amax is kept as the bits of a float32, see
+``quantize``; here the amax of a tile with NaN or infinity is infinity.
 """
 
 import triton

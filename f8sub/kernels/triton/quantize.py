@@ -112,7 +112,7 @@ def cast_bands(
 
 @triton.jit
 def stage_amax(amax_ptr, staged_ptr, met_ptr):
-    """``quantize_cuda.stage``."""
+    """``cuda.stage``."""
     amax, staged, met = tl.load(amax_ptr), tl.load(staged_ptr), tl.load(met_ptr)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
     tl.store(staged_ptr, tl.where(is_finite, tl.maximum(staged, amax), staged))

@@ -1,6 +1,6 @@
-"""Kernels for bfloat16 matrices of whole tiles, which they read as ``pairs``.
+"""Kernels for bfloat16 matrices of whole tiles, which they read as ``bf16x2``.
 
-Each kernel is bitwise the one of ``casts`` that it names, and reads its matrix once, except for half of a 256x256
+Each kernel is bitwise the one of ``quantize`` that it names, and reads its matrix once, except for half of a 256x256
 square.
 """
 
@@ -39,7 +39,7 @@ from f8sub.kernels.triton.tile_ops import (
 
 @triton.jit
 def _source(strips_ptr, STRIPS, at, EDGE: tl.constexpr):
-    # The row of x that a tile's first one is, and where its group ends there; see ``strips``.
+    # The row of x that a tile's first one is, and where its group ends there; see ``quantize_grouped``.
     if strips_ptr is None:
         return at.row, at.M
     else:
@@ -60,7 +60,7 @@ def quantize_paired_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``casts.quantize_crossing_vectors``; with a table of strips ``grouped_casts.quantize_group_vectors``.
+    """``quantize.quantize_crossing_vectors``; with a table of strips ``quantize_grouped.quantize_group_vectors``.
 
     It takes all ``launch.PAIRED_REGISTERS``. In another order, such as scales stored after codes, ptxas 13 (of Triton
     3.9) spills some of them.
@@ -97,9 +97,9 @@ def quantize_paired_squares(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``casts.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
+    """``quantize.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
 
-    Or ``grouped_casts.quantize_group_squares`` if there is a table of strips.
+    Or ``quantize_grouped.quantize_group_squares`` if there is a table of strips.
 
     The last COLS columns of a square stay in registers, those before them are read once more to be cast: if a program
     held a large square whole, an SM would have one program, and nothing to do while that one loads.
@@ -137,7 +137,7 @@ def cast_pairs_with_prior(
     x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
     CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``casts.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
+    """``quantize.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     scale = tl.load(prior_ptr)

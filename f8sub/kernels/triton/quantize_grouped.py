@@ -314,7 +314,7 @@ def quantize_group_vectors(
 ):  # fmt: skip
     """Tiles of EDGE x 1 for the columnwise usage, and of 1 x EDGE for the rowwise one unless its pointer is None.
 
-    See ``casts.quantize_crossing_vectors``. LINES are the rows of x; COLS is EDGE.
+    See ``quantize.quantize_crossing_vectors``. LINES are the rows of x; COLS is EDGE.
     """
     square = place(tl.program_id(0), M, N, EDGE, EDGE)
     HALF: tl.constexpr = TILE.ROWS // 2
@@ -350,7 +350,7 @@ def quantize_group_squares(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Squares of EDGE x EDGE for each usage whose pointer is not None, both laid out; see ``casts.quantize_squares``.
+    """Squares of EDGE x EDGE for each usage whose pointer is not None, laid out; see ``quantize.quantize_squares``.
 
     A square is read in parts of (ROWS, COLS) for its amax. The last part stays in registers; those before it are read
     once more to be cast.

@@ -138,7 +138,7 @@ def quantization(
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
-    """How to take an amax into staged ones: ``quantize_cuda.stage``."""
+    """How to take an amax into staged ones: ``cuda.stage``."""
     arguments = {"amax_ptr": amax, "staged_ptr": staged, "met_ptr": met}
     return Launch(quantize.stage_amax, 1, arguments, {"num_warps": 1})
 
@@ -365,7 +365,7 @@ PART = 64, EDGE
 
 
 def part_cast(part: Part, out: torch.Tensor) -> Launch:
-    """How to cast a part that ``parts.takes`` takes into ``out``, (M, N), adjacent in a row."""
+    """How to cast a part that ``support.takes_part`` takes into ``out``, (M, N), adjacent in a row."""
     arguments = {
         "x_ptr": part.x,
         "scale_ptr": part.scale,
@@ -385,7 +385,7 @@ class Parts:
     It holds where the parts lie, and neither the parts nor a memory.
 
     Args:
-        parts: those that ``parts.takes`` takes.
+        parts: those that ``support.takes_part`` takes.
         offsets: the bytes from the memory's begin to the codes of each, multiples of ``ALIGNMENT``.
     """
 

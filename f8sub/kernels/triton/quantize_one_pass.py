@@ -5,7 +5,7 @@ amaxes a moment ago is still in L2 when it is cast. So one launch does both. Its
 turns: those that read a strip of rows for amaxes, and, so many strips later that they mostly are done with its group,
 those that cast one. ``done`` counts of each group the programs that found amaxes, and who casts waits for all of them.
 GPUs start programs in the order of their numbers, which CUB's scans rely on, too; and those that are waited for have
-smaller numbers and wait for nothing. For strips see ``strips``; tokens are read as ``pairs``.
+smaller numbers and wait for nothing. For strips see ``quantize_grouped``; tokens are read as ``bf16x2``.
 """
 
 import triton
@@ -90,7 +90,7 @@ def quantize_lines_in_turn(
     col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``grouped_casts.amax_of_group_lines`` and ``cast_group_lines``, in turn."""
+    """``quantize_grouped.amax_of_group_lines`` and ``cast_group_lines``, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
@@ -142,7 +142,7 @@ def quantize_groups_in_turn(
     col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``grouped_casts.amax_of_groups`` and ``cast_groups_with_one``, in turn."""
+    """``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one``, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
@@ -178,7 +178,7 @@ def quantize_bands_in_turn(
     x_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, BANDS, AHEAD, SIZE, STRIDE,
     CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``casts.amax_of_bands`` and ``cast_bands``, in turn: a band is cast after AHEAD more were read, fewer than BANDS.
+    """``quantize.amax_of_bands`` and ``cast_bands``, in turn: a band is cast after AHEAD more are read, AHEAD < BANDS.
 
     After the first ones, bands that are cast and bands that are read alternate.
     """

@@ -85,7 +85,7 @@ def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 class Part(NamedTuple):
-    """A part of a matrix, and what ``quantize_cuda.cast_into`` is told of it.
+    """A part of a matrix, and what ``cuda.cast_into`` is told of it.
 
     Attributes:
         x: (rows, cols).

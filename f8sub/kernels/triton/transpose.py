@@ -51,7 +51,7 @@ def amax_of_code_columns(
     codes_ptr, scale_inv_ptr, col_amax_ptr, M, N, SCALE_STRIDE,
     SOURCE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Atomic maxima of the values of each column, of codes with one scale a row; see ``casts.amax_of_lines``."""
+    """Atomic maxima of the values of each column, of codes with one scale a row; see ``quantize.amax_of_lines``."""
     matrix, first = place_in_stack(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
     codes_ptr += matrix * M * N
     scale_inv_ptr += matrix * M * SCALE_STRIDE

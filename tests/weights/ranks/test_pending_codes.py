@@ -151,8 +151,8 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
     expected = losses()
     with pytest.MonkeyPatch.context() as monkeypatch:
         kernels = Together()
-        monkeypatch.setattr(cuda, "takes", lambda part: part.x.numel() > 0)
-        monkeypatch.setattr(f8sub.kernels.triton, "part_launch", kernels, raising=False)
+        monkeypatch.setattr(cuda, "takes_part", lambda part: part.x.numel() > 0)
+        monkeypatch.setattr(f8sub.kernels.triton, "quantize_launch", kernels, raising=False)
         monkeypatch.setattr(cuda.support, "takes", lambda x: False)
         monkeypatch.setattr(cuda, "cast_into", reference_into)
         assert losses() == expected

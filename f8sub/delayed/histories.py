@@ -99,6 +99,7 @@ class _ShardedHistories(Histories):
             in_last_step = self.by_row([_stepped(shard.master, last) for shard in shards])
             self._stepped = in_last_step & self._gate
             rolled_at = self.rolled_at
+            capture.launch_if(launched_while_unknown(self.states, self._loaded_in_place))
             capture.before_replay(self.set_gate)
             capture.after_replay(self._rolled)
             capture.if_it_fails(lambda: setattr(self, "rolled_at", rolled_at))
@@ -137,6 +138,28 @@ class _ShardedHistories(Histories):
 
     def tell(self, found: torch.Tensor) -> list[str]:
         return self._guest.errors_of(operands_met(self.names, found.view(-1, len(OPERANDS))))
+
+
+def launched_while_unknown(
+    states: Sequence[ScalingState], notice: Callable[[], object] | None
+) -> Callable[[], str | None]:
+    """Say why a step is launched: a graph has as a constant which layers have scales, and others may be loaded.
+
+    Args:
+        states: that a graph reads.
+        notice: looks for writes to their buffers; None for one that looks at each state alone.
+    """
+    known = [state.is_known for state in states]
+
+    def reason() -> str | None:
+        if notice is not None:
+            notice()
+        else:
+            for state in states:
+                state.notice_writes()
+        return None if known == [state.is_known for state in states] else "amax histories were loaded"
+
+    return reason
 
 
 class DelayedHistories(Guest):
@@ -293,6 +316,7 @@ class DelayedHistories(Guest):
         staged_now = histories.names, host_copy(non_finite)
         self._staged = staged_now
         if capture is not None:
+            capture.launch_if(launched_while_unknown(histories.states, None))
             capture.before_replay(self._tell_staged)
             capture.after_replay(lambda: self._rolled(staged_now, histories.states))
             capture.if_it_fails(lambda: setattr(self, "_staged", None))

@@ -149,7 +149,8 @@ class ScalingState(torch.nn.Module):
 
     def mark_rolled(self) -> None:
         """Enter that the scales may be others from now on, by this module's own doing."""
-        self.generation, self._scale_version = next(_generations), self.scale._version
+        # nn.Module's own assignment takes a microsecond, and there are two for each layer in each step.
+        vars(self).update(generation=next(_generations), _scale_version=self.scale._version)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
         """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""

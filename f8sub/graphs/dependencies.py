@@ -1,25 +1,62 @@
 """Dependencies: what a captured step reads by address, or has as a constant, and whether that is as it was."""
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from f8sub.linear.autocast import recipes_entered
-from f8sub.torch_compat import tree_leaves
+from f8sub.torch_compat import is_dtensor, tree_leaves
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.weight import local_tensor
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that has the states: ``MasterWeights`` and accelerate's have another one within."""
+    """Return the optimizer that has the states: ``MasterWeights`` and accelerate's have another one within."""
     while isinstance(within := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = within
     return optimizer
 
 
+class _Tensors:
+    """Tensors that a graph reads by address.
+
+    All are compared by loops that run in C: a replay of a large model has some thousands.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
+        self._whole = [tensor for tensor in tensors if not is_dtensor(tensor)]
+        self._learns = list(map(_learns, tensors))
+        self._addresses = self._addresses_now()
+
+    def difference(self, now: list[Any]) -> str | None:
+        """Say what was replaced, moved, frozen or unfrozen; None where nothing was. ``now`` has those of today."""
+        if len(now) != len(self._tensors):
+            return f"{len(now)} tensors, {len(self._tensors)} before"
+        if not all(map(operator.is_, now, self._tensors)):
+            return f"{self._first(map(operator.is_, now, self._tensors))} was replaced"
+        if self._addresses != self._addresses_now():
+            return "a tensor was moved to other memory"
+        if self._learns != (learns := list(map(_learns, now))):
+            return f"{self._first(map(operator.eq, learns, self._learns))} was frozen or unfrozen"
+        return None
+
+    def _addresses_now(self) -> list[int]:
+        local = [tensor._local_tensor for tensor in self._sharded]
+        return [*map(torch.Tensor.data_ptr, local), *map(torch.Tensor.data_ptr, self._whole)]
+
+    def _first(self, alike: Iterable[bool]) -> str:
+        return f"a tensor of shape {tuple(self._tensors[list(alike).index(False)].shape)}"
+
+
+_learns = operator.attrgetter("requires_grad")
+_trains = operator.attrgetter("training")
+
+
 class Dependencies:
-    """As they are when a step is captured. To compare takes some microseconds for each ten tensors.
+    """What a captured step depends on, as it is when the step is captured.
 
     Args:
         parts: the model's.
@@ -34,60 +71,46 @@ class Dependencies:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._modules = [module for part in parts for module in part.modules()]
-        self._training = [module.training for module in self._modules]
-        self._parameters = list(_entries(self._modules, "_parameters"))
-        self._buffers = list(_entries(self._modules, "_buffers"))
+        self._training = list(map(_trains, self._modules))
+        holders = [
+            holder for module in self._modules for holder in (module._parameters, module._buffers) if holder
+        ]
+        filled = [(holder, *entry) for holder in holders for entry in holder.items() if entry[1] is not None]
+        self._places = [(holder, name) for holder, name, _ in filled]
+        self._held = _Tensors([tensor for *_, tensor in filled if tensor is not None])
         self._tables = [(e, e.table) for c in conversions for e in c.exchanges.values()]
         self._optimizer = optimizer
         self._contexts = _contexts()
-        self._groups, self._states = self._of_groups(), self._of_states()
+        self._groups = self._groups_now()
+        self._states = _Tensors(self._states_now())
 
     def difference(self) -> str | None:
-        """What is no longer as it was; None where all is."""
+        """Say what is no longer as it was; None where all is."""
         if self._contexts != _contexts():
             return "another torch.autocast, f8sub.autocast or grad mode is entered"
-        if self._training != [module.training for module in self._modules]:
+        if self._training != list(map(_trains, self._modules)):
             return "model.train() or model.eval() was called"
-        for entries, kind in ((self._parameters, "parameter"), (self._buffers, "buffer")):
-            for holder, name, tensor, address, learns in entries:
-                if (found := holder.get(name)) is not tensor or local_tensor(tensor).data_ptr() != address:
-                    was = "moved" if found is tensor else "replaced"
-                    return f"{kind} {name} of shape {tuple(tensor.shape)} was {was}"
-                if tensor.requires_grad is not learns:
-                    return f"{kind} {name} of shape {tuple(tensor.shape)} was frozen or unfrozen"
+        now = [holder.get(name) for holder, name in self._places]
+        if (found := self._held.difference(now)) is not None:
+            return f"of the model {found}"
         if any(exchange.table is not table for exchange, table in self._tables):
             return "more layers were converted or sharded"
-        if self._groups != (now := self._of_groups()):
-            return f"the optimizer's options changed: {_first_difference(self._groups, now)}"
-        if self._states != self._of_states():
-            return "the optimizer's state was loaded, moved or replaced"
+        if self._groups != (groups := self._groups_now()):
+            return f"the optimizer's options changed: {_first_difference(self._groups, groups)}"
+        if (found := self._states.difference(self._states_now())) is not None:
+            return f"the optimizer's state was loaded, moved or replaced: {found}"
         return None
 
-    def _of_groups(self) -> list[dict[str, Any]]:
+    def _groups_now(self) -> list[dict[str, Any]]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [
             {name: _comparable(value) for name, value in group.items() if name not in ("lr", "capturable")}
             for group in groups
         ]
 
-    def _of_states(self) -> list[int]:
-        if self._optimizer is None:
-            return []
-        states = innermost(self._optimizer).state.values()
-        tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-        return [local_tensor(tensor).data_ptr() for tensor in tensors]
-
-
-_Entry = tuple[dict[str, Any], str, torch.Tensor, int, bool]
-
-
-def _entries(modules: Iterable[torch.nn.Module], kind: str) -> Iterator[_Entry]:
-    """(where it is held, name, tensor, address, whether it learns) of parameters or buffers."""
-    for module in modules:
-        holder = getattr(module, kind)
-        for name, tensor in holder.items():
-            if tensor is not None:
-                yield holder, name, tensor, local_tensor(tensor).data_ptr(), tensor.requires_grad
+    def _states_now(self) -> list[torch.Tensor]:
+        states = [] if self._optimizer is None else innermost(self._optimizer).state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _comparable(value: Any) -> Any:

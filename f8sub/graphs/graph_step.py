@@ -89,14 +89,14 @@ def graph_step(
 class _Graph:
     """A captured step, what it reads, and what the host has to do for it."""
 
-    def __init__(self, device: torch.device, leaves: Sequence[Any]) -> None:
+    def __init__(self, step: "GraphedStep", leaves: Sequence[Any]) -> None:
+        self.dependencies = Dependencies(step._parts, step._conversions, step._captured_optimizer)
+        self.host = Capture(step._device, 2 * sum(map(_table_bytes, step._conversions)))
         self.given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def capture(self, step: "GraphedStep", structure: Any) -> None:
         """Capture a step; nothing of it runs."""
         args, kwargs = tree_unflatten(self.given, structure)
-        self.dependencies = Dependencies(step._parts, step._conversions, step._captured_optimizer)
-        self.host = Capture(step._device, 2 * sum(map(_table_bytes, step._conversions)))
         self._recorded = Recorded(step._stream, step._pool)
         with entered(self.host):
             self._found = self._recorded.capture(lambda: step._run(args, kwargs))
@@ -158,6 +158,7 @@ class GraphedStep:
         self._given_up = None if records(self._device) else f"there are no graphs on the {self._device.type}"
         self._place: Literal["function", "optimizer"] | None = None
         self._looks: dict[str, list[str]] | None = None
+        self._waits: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do one step.
@@ -270,10 +271,9 @@ class GraphedStep:
             found = self._run(args, kwargs)
         self._step_launched()
         looks, self._looks = self._looks or {}, None
-        if waits := looks.get("function"):
-            self._give_up(waits[0])
-        elif waits := looks.get("optimizer"):
-            self._launch_optimizer(waits[0])
+        self._waits = {place: waits[0] for place, waits in looks.items() if waits}
+        if sends := [wait for wait in looks.get("function", ()) if wait.startswith("torch.distributed")]:
+            self._give_up(sends[0])
         return found
 
     @contextmanager
@@ -301,7 +301,7 @@ class GraphedStep:
         gc.collect()  # graphs and tensors of a cycle have memory that the new graph needs
         if self._pool is None and self._stream is not None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = _Graph(self._device, leaves)
+        graph = _Graph(self, leaves)
         try:
             graph.capture(self, structure)
         except Exception as error:
@@ -309,7 +309,10 @@ class GraphedStep:
             for part in self._parts:
                 forget_pass(part)
             self._drop_gradients()
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            # A library may wait in launched steps alone: what was seen there is no more than the likely cause.
+            reason = _first_error(error)
+            if seen := self._waits.get(self._place or "function"):
+                reason = f"{seen}; {reason}"
             if self._place != "optimizer":
                 self._give_up(reason)
                 return None
@@ -388,5 +391,9 @@ def _table_bytes(conversion: Conversion) -> int:
     return sum(exchange.table.whole.nbytes for exchange in conversion.exchanges.values())
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def _first_error(error: BaseException) -> str:
+    """Class and first line of what went wrong first: a capture that is broken fails once more when it ends."""
+    while error.__context__ is not None:
+        error = error.__context__
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"

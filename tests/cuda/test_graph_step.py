@@ -1,6 +1,7 @@
 """graph_step on GPUs: losses and weights of replays are those of launched steps, bitwise."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 

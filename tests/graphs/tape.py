@@ -5,6 +5,7 @@ written where they lay, and nothing of a captured step has happened before its f
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -44,10 +45,9 @@ class Recording(TorchDispatchMode):
             return NotImplemented  # consists of other operators
         plain = pytree.tree_map_only(MasterWeight, lambda tensor: tensor.plain, (args, kwargs))
         self._save(func, *plain)
-        if kinds:
-            found = MasterWeight.__torch_dispatch__(func, types, args, kwargs)
-        else:
-            found = func(*args, **kwargs)
+        # Of a weight its own dispatch marks the change.
+        run = functools.partial(MasterWeight.__torch_dispatch__, func, types) if kinds else None
+        found = func(*args, **kwargs) if run is None else run(args, kwargs)
         results = pytree.tree_map_only(MasterWeight, lambda tensor: tensor.plain, found)
         self._made |= set(map(_memory, _tensors(results))) - set(map(_memory, _tensors(plain)))
         self.calls.append((func, *plain, results))

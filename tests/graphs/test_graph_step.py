@@ -1,5 +1,9 @@
 """graph_step on a CPU, by an imitation of graphs: replays are launched steps. tests/cuda has real graphs."""
 
+import copy
+import functools
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +17,7 @@ from tests.data_sets import gaussian, generator
 from tests.graphs.tape import imitate
 from tests.layers import RECIPES
 from tests.models import BF16, shard, transformer
+from tests.selection import long_but
 
 STEPS = 8
 
@@ -98,10 +103,304 @@ def sharded(
 
 
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "float8-gradients"])
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("recipe", long_but(("tensorwise", "delayed"), [None, *RECIPES]))
+@pytest.mark.parametrize("world", long_but((3,), (1, 2, 3)))
 def test_of_sharded_weights_too(ranks, world, recipe, gradients):
     for launched, replayed, how in ranks(world, sharded, recipe, gradients):
         assert how == ["launched"] * 3 + ["captured"] + ["replayed"] * (STEPS - 4)
         assert launched[-1] != launched[0]
         assert replayed == launched
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> f8sub.GraphedStep:
+    return f8sub.graph_step(forward_backward_of(model), model, optimizer or adamw(model), **options)
+
+
+def hows(step: f8sub.GraphedStep, count: int, first: int = 0, size: int = 4) -> list[str]:
+    found = []
+    for index in range(first, first + count):
+        step(*batch_of(index, size=size))
+        found.append(step.how[0])
+    return found
+
+
+def test_on_a_cpu_every_step_is_launched():
+    step = step_of(transformer("rowwise"))
+    assert hows(step, 5) == ["l"] * 5
+    assert step.why_launched == "there are no graphs on the cpu"
+
+
+def scaled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def loaded(model: nn.Module) -> None:
+    """Histories too, that have no scales yet."""
+    model.load_state_dict(transformer(model.blocks[0].q.plan.recipe, spread=1.0).state_dict())
+
+
+def stepped(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+
+
+CHANGES = (scaled, loaded, stepped, f8sub.precompute_scales)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_weights_that_are_changed_between_steps_are_read(monkeypatch, recipe):
+    def change(index: int, model: nn.Module, optimizer: Any) -> None:
+        if 4 <= index < 4 + len(CHANGES):
+            CHANGES[index - 4](model)
+
+    step = both(monkeypatch, recipe, steps=12, between=change)
+    assert step.how == "replayed"
+
+
+def test_evaluation_between_steps_sees_todays_weights(monkeypatch):
+    seen: list[float] = []
+
+    def evaluate(index: int, model: nn.Module, optimizer: Any) -> None:
+        with torch.no_grad():
+            seen.append(model(batch_of(99)[0]).sum().item())
+
+    both(monkeypatch, "delayed", between=evaluate)
+    assert seen[:STEPS] == seen[STEPS:]
+    assert len(set(seen)) == STEPS
+
+
+def test_a_rate_that_changes(monkeypatch):
+    def change(index: int, model: nn.Module, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-3 / (1 + index)
+
+    both(monkeypatch, "rowwise", between=change)
+
+
+def frozen(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].q.weight.requires_grad_(False)
+
+
+def evaluating(model: nn.Module, optimizer: Any) -> None:
+    model.eval()
+
+
+def moved(model: nn.Module, optimizer: Any) -> None:
+    model.lm_head.bias.data = model.lm_head.bias.data.clone()
+
+
+def replaced(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].norm1.register_buffer("extra", torch.zeros(1))
+    model.blocks[0].norm1.weight = nn.Parameter(model.blocks[0].norm1.weight.detach().clone())
+
+
+def decayed(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def reloaded(model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (frozen, "was frozen or unfrozen"),
+        (evaluating, r"model\.train\(\) or model\.eval\(\)"),
+        (moved, "of the model a tensor was moved"),
+        (replaced, r"of the model a tensor of shape \(32,\) was replaced"),
+        (decayed, "options changed: weight_decay of group 0"),
+        (reloaded, "state was loaded, moved or replaced"),
+    ],
+)
+def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said):
+    model = transformer("rowwise")
+    optimizer = adamw(model)
+    step = step_of(model, optimizer)
+    assert hows(step, 5) == ["l", "l", "l", "c", "r"]
+    change(model, optimizer)
+    step(*batch_of(5))
+    assert step.how == "launched"
+    assert re.search(said, step.why_launched)
+    assert hows(step, 4) == ["l", "l", "c", "r"]
+
+
+@pytest.mark.parametrize(
+    "context", [f8sub.autocast, functools.partial(torch.autocast, "cuda", torch.bfloat16)]
+)
+def test_a_context_is_captured_anew(imitated, context):
+    step = step_of(transformer("rowwise"))
+    hows(step, 5)
+    with context():
+        step(*batch_of(5))
+    assert "autocast" in step.why_launched
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"), [("launch", "lllcr" + "ll" + "r"), ("capture", "lllcr" + "lc" + "r")]
+)
+def test_batches_of_another_shape(imitated, other, expected):
+    step = step_of(transformer("rowwise"), other_batches=other)
+    assert "".join([*hows(step, 5), *hows(step, 2, size=3), *hows(step, 1)]) == expected
+
+
+def test_an_optimizer_that_the_host_steps_is_launched(monkeypatch):
+    def run() -> tuple[list[float], f8sub.GraphedStep]:
+        model = transformer("rowwise", spread=2.0)
+        step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return [step(*batch_of(index)).item() for index in range(STEPS)], step
+
+    launched, _ = run()
+    imitate(monkeypatch)
+    replayed, step = run()
+    assert replayed == launched
+    assert step.how == "replayed"
+    assert step.why_optimizer_launched.startswith("SGD steps by the host")
+
+
+def test_without_an_optimizer_gradients_are_those_of_the_call(monkeypatch):
+    def run() -> list[torch.Tensor]:
+        model = transformer("rowwise", spread=2.0)
+        step = f8sub.graph_step(forward_backward_of(model), model)
+        for index in range(STEPS):
+            step(*batch_of(index))
+        return [parameter.grad for parameter in model.parameters()]
+
+    launched = run()
+    imitate(monkeypatch)
+    for one, other in zip(run(), launched, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_capture_that_fails_is_told_and_launched(imitated):
+    model = transformer("rowwise", spread=2.0)
+    inner = forward_backward_of(model)
+
+    def reads(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = inner(x, target)
+        loss.item()
+        return loss
+
+    step = f8sub.graph_step(reads, model, adamw(model))
+    hows(step, 3)
+    with pytest.warns(
+        f8sub.Float8Warning, match="launches every step: RuntimeError: .* the host reads a value"
+    ):
+        losses = [step(*batch_of(index)).item() for index in range(3, STEPS)]
+    assert step.how == "launched"
+    assert "the host reads a value" in step.why_launched
+    assert losses == trained("rowwise")[0][3:]
+
+
+def test_an_optimizer_that_cannot_be_captured_is_launched(imitated):
+    model = transformer("rowwise", spread=2.0)
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda *_: next(iter(model.parameters())).sum().item() and None)
+    step = step_of(model, optimizer)
+    hows(step, 3)
+    with pytest.warns(f8sub.Float8Warning, match="captures forward and backward and launches the optimizer"):
+        losses = [step(*batch_of(index)).item() for index in range(3, STEPS)]
+    assert step.how == "replayed"
+    assert losses == trained("rowwise")[0][3:]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_nan_is_told_by_the_call_after_the_next(imitated, recipe):
+    model = transformer(recipe)
+    step = step_of(model)
+    hows(step, 5)
+    with torch.no_grad():
+        model.blocks[0].q.weight[0, 0] = torch.nan
+    hows(step, 1)
+    with pytest.raises(f8sub.Float8NumericsError, match=r"blocks\.0\.q"):
+        hows(step, 1)
+
+
+def test_a_monitor_has_its_steps_launched(imitated):
+    model = transformer("rowwise")
+    step, monitor, found = step_of(model), f8sub.Monitor(model, every=3), []
+    for index in range(8):
+        with monitor:
+            step(*batch_of(index))
+        found.append(step.how[0])
+    monitor.flush()
+    assert {row.step for row in monitor.rows} == {0, 3, 6}
+    assert "".join(found) == "llllcrlr"
+
+
+def test_an_attached_monitor_counts_replays(imitated):
+    model = transformer("rowwise")
+    optimizer = adamw(model)
+    step, monitor = step_of(model, optimizer), f8sub.Monitor(model, every=3)
+    monitor.attach(optimizer)
+    found = hows(step, 8)
+    monitor.flush()
+    assert {row.step for row in monitor.rows} == {0, 3, 6}
+    assert [found[index] for index in (3, 6)] == ["l", "l"]
+    assert found.count("r") >= 2
+
+
+def test_a_monitor_within_the_function_is_an_error(imitated):
+    model = transformer("rowwise")
+    monitor, inner = f8sub.Monitor(model), forward_backward_of(model)
+
+    def watched(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with monitor:
+            return inner(x, target)
+
+    step = f8sub.graph_step(watched, model, adamw(model))
+    hows(step, 3)
+    with pytest.warns(f8sub.Float8Warning, match="enter it around the call of the step"):
+        hows(step, 1)
+
+
+def test_constants_and_nests_of_a_batch(imitated):
+    model = transformer("rowwise", spread=2.0)
+
+    def forward_backward(batch: dict[str, Any], *, scale: float) -> dict[str, torch.Tensor]:
+        loss = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["pair"][1]) * scale
+        loss.backward()
+        return {"loss": loss}
+
+    step = f8sub.graph_step(forward_backward, model, adamw(model))
+    for index in range(6):
+        x, target = batch_of(index)
+        assert step({"x": x, "pair": ("a", target)}, scale=2.0)["loss"].isfinite()
+    assert step.how == "replayed"
+    step({"x": x, "pair": ("a", target)}, scale=3.0)
+    assert "another shape, dtype or constant" in step.why_launched
+    with pytest.raises(f8sub.Float8ConfigError, match="given a set"):
+        step({"x": x, "pair": ({1}, target)}, scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((None, "model"), {}, "a function of a batch, got None"),
+        ((print, None), {}, "takes a model"),
+        ((print, "model", 3), {}, "an optimizer or None, got 3"),
+        ((print, "model"), {"warmup": 0}, "1 or more, got"),
+        ((print, "model"), {"other_batches": "replay"}, '"launch" or "capture", got'),
+    ],
+)
+def test_arguments_that_are_none(arguments, options, said):
+    model = transformer("rowwise")
+    with pytest.raises(f8sub.Float8ConfigError, match=said):
+        f8sub.graph_step(*(model if argument == "model" else argument for argument in arguments), **options)
+
+
+def test_a_model_that_is_not_converted_has_steps_too(monkeypatch):
+    both(monkeypatch, None)
+
+
+def test_precompute_scales_within_ones_own_capture_is_an_error(rank, world, monkeypatch):
+    model = shard(transformer("rowwise"), BF16)
+    f8sub.precompute_scales(model)
+    for name in [name for name in sys.modules if name.startswith("f8sub.")]:
+        monkeypatch.setattr(f"{name}.is_capturing", lambda tensor: True, raising=False)
+    with pytest.raises(f8sub.Float8ConfigError, match=r"f8sub\.graph_step capture the whole step"):
+        f8sub.precompute_scales(model)

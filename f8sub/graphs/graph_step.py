@@ -158,7 +158,6 @@ class GraphedStep:
         self._given_up = None if records(self._device) else f"there are no graphs on the {self._device.type}"
         self._place: Literal["function", "optimizer"] | None = None
         self._looks: dict[str, list[str]] | None = None
-        self._waits: dict[str, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do one step.
@@ -271,9 +270,11 @@ class GraphedStep:
             found = self._run(args, kwargs)
         self._step_launched()
         looks, self._looks = self._looks or {}, None
-        self._waits = {place: waits[0] for place, waits in looks.items() if waits}
-        if sends := [wait for wait in looks.get("function", ()) if wait.startswith("torch.distributed")]:
-            self._give_up(sends[0])
+        # A step that waits and can be captured all the same takes another way there: libraries ask.
+        if waits := looks.get("function"):
+            self._give_up(waits[0])
+        elif waits := looks.get("optimizer"):
+            self._launch_optimizer(waits[0])
         return found
 
     @contextmanager
@@ -309,10 +310,7 @@ class GraphedStep:
             for part in self._parts:
                 forget_pass(part)
             self._drop_gradients()
-            # A library may wait in launched steps alone: what was seen there is no more than the likely cause.
             reason = _first_error(error)
-            if seen := self._waits.get(self._place or "function"):
-                reason = f"{seen}; {reason}"
             if self._place != "optimizer":
                 self._give_up(reason)
                 return None
@@ -333,7 +331,8 @@ class GraphedStep:
         warnings.warn(
             f"graph_step launches every step: {reason}. A captured function may neither wait for the GPU (.item(), "
             "print, .cpu(), nonzero, shapes that depend on values) nor send to single ranks, and DDP has to be made "
-            "within torch.cuda.stream(torch.cuda.Stream())",
+            "within torch.cuda.stream(torch.cuda.Stream()). A model of transformers waits without "
+            "f8sub.integrations.transformers.attend_causally(model)",
             Float8Warning,
             stacklevel=4,
         )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import f8sub
+from f8sub.integrations.transformers import attend_causally
 from f8sub_pretrain.settings import Settings
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -141,6 +142,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
     config, kind = architecture(settings.model.size, vocab_size, settings.training.seq_len)
     with torch.device("meta"):
         model = kind(config)
+    attend_causally(model)
     report = "float8: off"
     if settings.float8_recipe:
         layer_recipes = settings.float8.layer_recipes

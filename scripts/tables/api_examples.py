@@ -468,6 +468,17 @@ def Float8Warning():
         f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))  # nothing to warn of
 
 
+def integrations_transformers_attend_causally():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from f8sub.integrations.transformers import attend_causally
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128))
+    attend_causally(model)
+    model(input_ids=torch.arange(16)[None], use_cache=False)
+
+
 def integrations_transformers_Float8Callback():
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -404,3 +405,31 @@ def test_precompute_scales_within_ones_own_capture_is_an_error(rank, world, monk
         monkeypatch.setattr(f"{name}.is_capturing", lambda tensor: True, raising=False)
     with pytest.raises(f8sub.Float8ConfigError, match=r"f8sub\.graph_step capture the whole step"):
         f8sub.precompute_scales(model)
+
+
+def sending(rank: int, world: int) -> tuple[list[str], str]:
+    """Steps of which each sends to the next rank, as a pipeline schedule does."""
+    with pytest.MonkeyPatch.context() as patch:
+        imitate(patch)
+        model = transformer("rowwise")
+        inner = forward_backward_of(model)
+
+        def sends(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            if rank == 0:
+                dist.send(x, 1)
+            else:
+                dist.recv(x, 0)
+            return inner(x, target)
+
+        step = f8sub.graph_step(sends, model, adamw(model))
+        hows(step, 2)
+        with pytest.warns(f8sub.Float8Warning, match="as pipeline schedules do"):
+            hows(step, 1)
+        return hows(step, 2), step.why_launched
+
+
+def test_what_is_sent_to_one_rank_is_launched(ranks):
+    (found, why), (other, whys) = ranks(2, sending)
+    assert found == other == ["l", "l"]
+    assert "distributed.send is called" in why
+    assert "distributed.recv is called" in whys

@@ -17,7 +17,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.graphs.tape import imitate
 from tests.layers import RECIPES
-from tests.models import BF16, shard, transformer
+from tests.models import BF16, checkpointed, shard, transformer
 from tests.selection import long_but
 
 STEPS = 8
@@ -433,3 +433,48 @@ def test_what_is_sent_to_one_rank_is_launched(ranks):
     assert found == other == ["l", "l"]
     assert "distributed.send is called" in why
     assert "distributed.recv is called" in whys
+
+
+def master_weights(model: nn.Module) -> torch.optim.Optimizer:
+    return f8sub.optim.MasterWeights(adamw(model))
+
+
+def guarded(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    f8sub.skip_step_if_nonfinite(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("optimizer_of", [master_weights, guarded])
+@pytest.mark.parametrize("primary", [False, True], ids=["", "primary"])
+def test_optimizers_of_f8sub(monkeypatch, optimizer_of, primary):
+    if primary and optimizer_of is guarded:
+        pytest.skip("primary weights need MasterWeights")
+
+    def run() -> tuple[list[float], f8sub.GraphedStep]:
+        model = transformer(None, spread=2.0).bfloat16()
+        f8sub.convert_to_float8(model, recipe="rowwise", primary_weights=primary)
+        step = step_of(model, optimizer_of(model))
+        return [
+            step(*(t.bfloat16() if t.is_floating_point() else t for t in batch_of(i))).item()
+            for i in range(STEPS)
+        ], step
+
+    launched, _ = run()
+    imitate(monkeypatch)
+    replayed, step = run()
+    assert launched[-1] != launched[0]
+    assert replayed == launched
+    assert (step.how, step.why_optimizer_launched) == ("replayed", None)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_checkpointed_blocks(monkeypatch, recipe):
+    def run() -> tuple[list[float], str]:
+        model = checkpointed(transformer(recipe, spread=2.0))
+        step = step_of(model)
+        return [step(*batch_of(index)).item() for index in range(STEPS)], step.how
+
+    launched, _ = run()
+    imitate(monkeypatch)
+    assert run() == (launched, "replayed")

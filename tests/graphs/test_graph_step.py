@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -19,6 +22,7 @@ from tests.graphs.tape import imitate
 from tests.layers import RECIPES
 from tests.models import BF16, checkpointed, shard, transformer
 from tests.selection import long_but
+from tests.tensor_parallel.models import PLANS, WIDTH, FeedForward
 
 STEPS = 8
 
@@ -478,3 +482,43 @@ def test_checkpointed_blocks(monkeypatch, recipe):
     launched, _ = run()
     imitate(monkeypatch)
     assert run() == (launched, "replayed")
+
+
+def in_parts(rank: int, world: int, recipe: str, plan: str) -> tuple[list[float], list[float], str]:
+    """Tensor-parallel layers; with four ranks FSDP2 shards the parts."""
+
+    def train() -> tuple[list[float], str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(FeedForward())
+        f8sub.convert_to_float8(model, recipe=recipe, skip_defaults=False)
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "parts"))
+        parallelize_module(model, mesh["parts"], PLANS[plan])
+        if world > 2:
+            fully_shard(model, mesh=mesh["shard"])
+        optimizer = adamw(model, lr=1e-2)
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            tokens = x if plan == "whole tokens" else x.chunk(2, 1)[rank % 2]
+            loss = (model(tokens) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        step = f8sub.graph_step(forward_backward, model, optimizer)
+        rng = generator(rank // 2)
+        found = [step(gaussian((2, 12, WIDTH), rng)).item() for _ in range(STEPS)]
+        return found, step.how + str(step.why_launched)
+
+    launched, _ = train()
+    with pytest.MonkeyPatch.context() as patch:
+        imitate(patch)
+        return launched, *train()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("recipe", long_but(("rowwise",), ("tensorwise", "rowwise", "blockwise", "delayed")))
+@pytest.mark.parametrize("world", long_but((2,), (2, 4)))
+def test_of_tensor_parallel_layers(ranks, world, recipe, plan):
+    for launched, replayed, how in ranks(world, in_parts, recipe, plan):
+        assert how == "replayedNone"
+        assert launched[-1] != launched[0]
+        assert replayed == launched

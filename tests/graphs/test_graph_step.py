@@ -402,13 +402,14 @@ def test_a_model_that_is_not_converted_has_steps_too(monkeypatch):
     both(monkeypatch, None)
 
 
-def test_precompute_scales_within_ones_own_capture_is_an_error(rank, world, monkeypatch):
+def test_precompute_scales_within_ones_own_capture_is_an_error(rank, world):
     model = shard(transformer("rowwise"), BF16)
     f8sub.precompute_scales(model)
-    for name in [name for name in sys.modules if name.startswith("f8sub.")]:
-        monkeypatch.setattr(f"{name}.is_capturing", lambda tensor: True, raising=False)
-    with pytest.raises(f8sub.Float8ConfigError, match=r"f8sub\.graph_step capture the whole step"):
-        f8sub.precompute_scales(model)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("f8sub.")]:
+            patch.setattr(f"{name}.is_capturing", lambda tensor: True, raising=False)
+        with pytest.raises(f8sub.Float8ConfigError, match=r"f8sub\.graph_step capture the whole step"):
+            f8sub.precompute_scales(model)
 
 
 def sending(rank: int, world: int) -> tuple[list[str], str]:
@@ -518,6 +519,8 @@ def in_parts(rank: int, world: int, recipe: str, plan: str) -> tuple[list[float]
 @pytest.mark.parametrize("recipe", long_but(("rowwise",), ("tensorwise", "rowwise", "blockwise", "delayed")))
 @pytest.mark.parametrize("world", long_but((2,), (2, 4)))
 def test_of_tensor_parallel_layers(ranks, world, recipe, plan):
+    if recipe == "delayed" and plan in ("one gather", "high precision"):
+        pytest.skip("delayed scaling does not take these styles")
     for launched, replayed, how in ranks(world, in_parts, recipe, plan):
         assert how == "replayedNone"
         assert launched[-1] != launched[0]

@@ -17,6 +17,7 @@ from f8sub.formats import ALL, Float8Format
 from f8sub.kernels.grouped.operands import aligned_rows, start_of_groups
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
+from f8sub.text_table import text_table
 from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
 from f8sub.weights.primary_weight import PrimaryWeight
@@ -104,7 +105,7 @@ class ByteAccount:
             "saved",
             "transient",
         ]
-        rows = [header]
+        rows = []
         alike: dict[LayerBytes, int] = {}
         for layer in self.layers:
             kind = replace(layer, fqn=kind_of(layer.fqn))
@@ -113,16 +114,8 @@ class ByteAccount:
             cells = _cells(sum([layer.here] * count, Bytes()), sum([layer.high_precision] * count, Bytes()))
             rows.append([layer.fqn, f"{count} x", " x ".join(map(str, layer.shape)), layer.kind, *cells])
         rows.append(["all", f"{len(self.layers)} x", "", "", *_cells(self.here, self.high_precision)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        left = (0, 3)
-        lines = (
-            "  ".join(
-                cell.ljust(width) if i in left else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
-        return f"{self.tokens} tokens\n" + "\n".join(lines)
+        lines = text_table(header, rows, "lrrl" + "r" * 5)
+        return "\n".join([f"{self.tokens} tokens", *lines])
 
 
 def byte_account(

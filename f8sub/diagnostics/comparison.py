@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from f8sub.errors import Float8ConfigError
+from f8sub.text_table import text_table
 
 WIDTH = 100
 """Columns of what stands under the tables."""
@@ -98,8 +99,11 @@ class Comparison:
 
     def __str__(self) -> str:
         """A table of the losses, one of the worst gradients, and what is usual."""
-        tables = ["\n".join(_aligned(table)) for table in (self._losses(), self._worst())]
-        return "\n\n".join([tables[0], _wrapped(self._words()), tables[1], _wrapped(USUAL)])
+        losses, worst = (
+            "\n".join(text_table((), table, "l" + "r" * (len(table[0]) - 1)))
+            for table in (self._losses(), self._worst())
+        )
+        return "\n\n".join([losses, _wrapped(self._words()), worst, _wrapped(USUAL)])
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``index.html`` with both tables, ``loss.png`` and ``gradients.png``.
@@ -195,16 +199,6 @@ def _wrapped(text: str) -> str:
 def _rms(values: list[float], exact: list[float]) -> float:
     squares = [(a - b) ** 2 for a, b in zip(values, exact, strict=True)]
     return float((sum(squares) / len(squares)) ** 0.5)
-
-
-def _aligned(table: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in table
-    ]
 
 
 def _html(table: list[list[str]]) -> str:

@@ -19,6 +19,7 @@ from f8sub.kernels.gemm import tuning
 from f8sub.kernels.gemm.blockwise import CAPABILITY
 from f8sub.kernels.triton.support import OLDEST, why_no_triton
 from f8sub.recipe import get_recipe, recipe_names
+from f8sub.text_table import text_table
 from f8sub.torch_compat import GATHER, NEEDS, REDUCTION, WORKS_WITH, Need, problems, reduced_groups
 from f8sub.version import __version__
 
@@ -285,13 +286,12 @@ def _machine(machine: Machine) -> Iterator[str]:
 
 def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
     yield "Recipes, each run once on a small layer: what makes y, dx and dw, and what casts"
-    head = ("recipe", "y", "dx", "dw", "casts", "here")
-    yield _row(head)
+    head, rows = ("recipe", "y", "dx", "dw", "casts", "here"), []
     for proof in diagnosis.proofs:
         backends = [product.backend or "bf16" for product in proof.products]
         by = {cast.by for cast in proof.casts}
-        cells = (proof.recipe, *backends, " + ".join(sorted(by)) or "none", proof.verdict)
-        yield _row(cells)
+        rows.append((proof.recipe, *backends, " + ".join(sorted(by)) or "none", proof.verdict))
+    yield from text_table(head, rows, "llllll", widths=(19, 10, 10, 10, 16, 8), gap=1, indent=2)
     used = {product.backend or "bf16" for proof in diagnosis.proofs for product in proof.products}
     for name in WORDS:
         if name in used:
@@ -316,11 +316,6 @@ def _torch_names(names: tuple[TorchNames, ...]) -> Iterator[str]:
     for found in names:
         if found.problem is not None:
             yield from _wrapped(f"{found.purpose}: {found.problem}", "  ", "    ")
-
-
-def _row(cells: tuple[str, ...]) -> str:
-    widths = (19, 10, 10, 10, 16, 8)
-    return ("  " + " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))).rstrip()
 
 
 def _reasons(proofs: tuple[Proof, ...]) -> Iterator[str]:

@@ -37,6 +37,7 @@ from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
+from f8sub.text_table import text_table
 from f8sub.weights.conversion import Conversion
 
 READ = re.compile(
@@ -247,7 +248,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         sections = self._sections()
-        lines = [self.summary, *([_row("", "", "shape", "FLOPs", "params")] if sections else [])]
+        lines = [self.summary, *(_table([("", "", "shape", "FLOPs", "params")]) if sections else [])]
         for title, rows in sections.items():
             lines += [*_wrapped(title), *rows]
         return "\n".join([*lines, *(line for note in self._notes() for line in _wrapped(note))])
@@ -271,14 +272,16 @@ class ConversionReport:
         for each in weights:
             rows[kind_of(each.fqn), each.shape].append(each)
         largest = sorted(rows, key=lambda key: -sum(each.elements for each in rows[key]))[:MOST_ROWS]
-        lines = []
+        shown = []
         for alike in (rows[key] for key in rows if key in largest):
             known = [each.multiplications for each in alike if each.multiplications is not None]
             flops = f"{sum(known) / max(self._multiplications, 1):.1%}" if known else "?"
             elements = f"{sum(each.elements for each in alike) / max(self.parameters, 1):.1%}"
             name = name_of([each.fqn for each in alike])
-            lines.append(_row(name, f"{len(alike)} x", alike[0].shape, flops, elements))
-        more = len(rows) - len(largest)
+            if len(name) > NAME_WIDTH:
+                name = f"...{name[3 - NAME_WIDTH :]}"
+            shown.append((name, f"{len(alike)} x", alike[0].shape, flops, elements))
+        lines, more = _table(shown), len(rows) - len(largest)
         return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
 
     def _notes(self) -> list[str]:
@@ -393,10 +396,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(found[:MOST_NAMES]) + (", ..." if len(found) > MOST_NAMES else "")
 
 
-def _row(name: str, count: str, shape: str, flops: str, parameters: str) -> str:
-    if len(name) > NAME_WIDTH:
-        name = f"...{name[3 - NAME_WIDTH :]}"
-    return f"  {name:<{NAME_WIDTH}} {count:>6} {shape:<{SHAPE_WIDTH}} {flops:>7} {parameters:>7}"
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return text_table((), rows, "lrlrr", widths=(NAME_WIDTH, 6, SHAPE_WIDTH, 7, 7), gap=1, indent=2)
 
 
 def _shown(shape: tuple[int, ...]) -> str:

@@ -34,8 +34,9 @@ ROOMS = (
     *("gradients", "graphs", "checkpoint", "estimator", "diagnostics", "integrations"),
 )
 """In the order of imports: a module imports its own room or those before it."""
-VALUES = {"capture", "errors", "formats", "host_copy", "recipe", "recipes", "torch_compat", "version"}
-HELD = {"values": "Formats, recipes, errors, and what differs between versions of torch."}
+VALUES = {"capture", "errors", "formats", "host_copy", "recipe", "recipes"}
+VALUES |= {"text_table", "torch_compat", "version"}
+HELD = {"values": "Formats, recipes, errors, text tables, and what differs between versions of torch."}
 
 
 def dotted(path: Path) -> str:

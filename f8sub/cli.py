@@ -20,8 +20,7 @@ from f8sub.convert.class_swap import EXPERTS
 from f8sub.diagnostics.doctor import doctor, page
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning, unknown
 from f8sub.estimator.cluster import FLOAT32, REDUCTIONS
-from f8sub.estimator.estimate import estimate
-from f8sub.estimator.estimate_step import KINDS, estimate_step
+from f8sub.estimator.estimate import KINDS, estimate, estimate_step
 from f8sub.estimator.gpus import GPUS, gpu_of
 from f8sub.estimator.models import FORMS, load
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE

@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.convert.filters import kind_of
-from f8sub.errors import Float8ConfigError
+from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
 from f8sub.estimator.experts import by_module, gain_of
 from f8sub.estimator.gpus import Gpu
 from f8sub.estimator.memory import Memory
 from f8sub.estimator.seconds import (
+    HOST_RANGE,
     NONE,
     Run,
     by_product,
-    step_seconds,
-    wire_seconds,
 )
 from f8sub.estimator.shapes import Product, Shapes
 from f8sub.formats import ALL
 from f8sub.recipe import OperandName, Recipe
 
 if TYPE_CHECKING:
-    from f8sub.estimator.estimate import Policy, Prediction
-
-P = TypeVar("P")
+    from f8sub.estimator.results import Policy, Prediction
 
 OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 
@@ -37,15 +34,17 @@ FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
 same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
 
 
-def one_of(predictions: Sequence[P], **asked: object) -> P:
-    """The prediction with these values; Float8ConfigError where there is none, which lists those that there are."""
-    for each in predictions:
-        if all(getattr(each, name) == value for name, value in asked.items()):
-            return each
-    there = {name: dict.fromkeys(getattr(each, name) for each in predictions) for name in asked}
-    lists = (f"{name} of {', '.join(map(repr, values))}" for name, values in there.items())
-    words = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-    raise Float8ConfigError(f"this estimate has no prediction with {words}; it has {'; '.join(lists)}")
+MEASURED = (
+    "A Llama 3 8B with 2,048 tokens on each of four H200s was measured 0.73 to 0.78 times as fast as bf16 on three hosts "
+    "and 1.06 on a fourth. Replayed it was 1.32 times as fast, with gradients in float8 1.51."
+)
+"""Source: docs/scaling.md."""
+
+MEASURED_OF_PARTS = (
+    "A Llama 3 8B with 8,192 tokens for every two of four H200s, which share each layer, was measured 0.95 times as "
+    "fast as bf16."
+)
+"""Source: docs/parallelism.md."""
 
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:
@@ -54,8 +53,11 @@ def fits(bytes_of: Memory, gpu: Gpu) -> bool:
 
 
 def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) -> Recipe | None:
-    """The recipe to take: of those that are native and nearly as fast as the fastest, the most precise one."""
-    steps = {each.recipe: each.step for each in predictions if each.native}
+    """The recipe to take: of those that are native and nearly as fast as the fastest, the most precise one.
+
+    Speeds are those of replayed steps: where the host is the limit, all recipes are launched as slowly.
+    """
+    steps = {each.recipe: each.replayed for each in predictions if each.native}
     if not steps:
         return None
     near = [recipe for recipe in recipes if steps.get(recipe.name, 0) >= max(steps.values()) * (1 - NEAR)]
@@ -73,7 +75,7 @@ def _precision(recipe: Recipe) -> tuple[bool, int, int]:
 def advice(
     shapes: Shapes,
     recipe: Recipe | None,
-    gpu: Gpu,
+    cluster: Cluster,
     run: Run,
     predictions: Sequence[Prediction],
     policies: Sequence[Policy],
@@ -83,7 +85,7 @@ def advice(
     Args:
         shapes: the model.
         recipe: the recommended one.
-        gpu: what they are about.
+        cluster: what they are about.
         run: how the model is trained.
         predictions: of that GPU.
         policies: of that GPU and recipe.
@@ -91,54 +93,76 @@ def advice(
     converted = any(product.reason is None for product in shapes.products)
     if recipe is None or not converted:
         unconverted = "No layer would be converted, so float8 changes nothing; the reasons are above."
-        yield f"No recipe has native kernels on {gpu.name}: train in bf16." if converted else unconverted
+        alone = f"No recipe has native kernels on {cluster.gpu.name}: train in bf16."
+        yield alone if converted else unconverted
         return
     best = next(each for each in predictions if each.recipe == recipe.name)
-    if best.step < LITTLE:
+    step = step_of(shapes, Arm(recipe), cluster, run)
+    if best.replayed < LITTLE:
         yield (
             f"Float8 {'gains little' if best.step >= 1 else 'loses time'} here: {recipe.name} makes a step "
-            f"{best.step:.2f} times as fast as bf16's, of which {_share(shapes, gpu, run):.0%} are products that would "
-            "be in float8."
+            f"{best.replayed:.2f} times as fast as bf16's, of which {_share(shapes, cluster, run):.0%} are products "
+            "that would be in float8."
         )
     else:
         experts = ", experts=True" if any(p.experts and p.reason is None for p in shapes.products) else ""
         call = f'f8sub.convert_to_float8(model, recipe="{recipe.name}"{experts})'
-        yield f"{call}: {_why(best, predictions)}."
-    if skip := losing(shapes, recipe, gpu, run):
-        yield f"These layers lose time in float8: skip={skip}"
-    yield from _of_memory(policies, gpu, run)
-    step = step_seconds(shapes, recipe, gpu, run)
-    if step.host > 0:
+        replay = " and f8sub.graph_step" if best.host_binds else ""
+        yield f"{call}{replay}: {_why(best, predictions)}."
+    if best.host_binds:
         yield (
-            f"The host launches a step in {best.step_seconds * 1e3:.0f} ms or so, by the hosts that were measured, and "
-            f"the GPU waits {step.host / best.step_seconds:.0%} of it. More tokens a GPU help."
+            f"Launched from Python a step is {best.step:.2f} times as fast as in bf16: the host needs "
+            f"{best.host_seconds * 1e3:.0f} ms for it, and the GPU waits {1 - step.replayed / step.launched:.0%} of "
+            f"them. {host_measured(len(shapes.blocks), best.replayed)}"
         )
-    exposed = step.exposed / best.step_seconds
+    if skip := losing(shapes, recipe, cluster, run):
+        yield f"These layers lose time in float8: skip={skip}"
+    yield from _of_memory(policies, cluster.gpu, run)
+    exposed = (step.timeline.waiting + step.timeline.tax) / step.replayed
     if exposed > MUCH_EXPOSED:
         yield (
             f"Collectives add about {exposed:.0%} to a step, which float8 shortens little: gradients are reduced in "
             "float32. More tokens a GPU hide them."
         )
-    yield from _of_experts(shapes, recipe, gpu, run)
+    yield from _of_experts(shapes, recipe, cluster, run)
 
 
-def _of_experts(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> Iterator[str]:
+def host_measured(blocks: int, replayed: float, parts: int = 1) -> str:
+    """What was measured where the host is the limit, and what to do about it.
+
+    Args:
+        blocks: of the model.
+        replayed: the predicted speed over bf16's of replayed steps.
+        parts: GPUs that share a layer.
+    """
+    if parts > 1:
+        return f"{MEASURED_OF_PARTS} Give a GPU more tokens."
+    if replayed <= 1:
+        return "So few tokens gain nothing on the GPU either: give it more."
+    least, most = (blocks * each * 1e3 for each in HOST_RANGE)
+    return (
+        f"Hosts that were measured would take {least:.0f} to {most:.0f} ms. {MEASURED} Replay the step by "
+        "f8sub.graph_step, or give a GPU more tokens."
+    )
+
+
+def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> Iterator[str]:
     """What float8 gains of each kind of experts by the formula, and of a step, whose gathers it shortens too."""
     kinds: dict[tuple[str, bool], list[list[Product]]] = defaultdict(list)
     for module, products in by_module(shapes).items():
         kinds[kind_of(module), products[0].reason is None].append(products)
     whole = sum(product.multiplications for product in shapes.products)
-    plain = step_seconds(shapes, None, gpu, run).total
+    plain = step_of(shapes, Arm(), cluster, run).replayed
     for (kind, converted), modules in kinds.items():
         share = sum(product.multiplications for products in modules for product in products) / whole
         names = {product.fqn for products in modules for product in products}
         steps = [
-            plain / step_seconds(_in_float8(shapes, names, reason), recipe, gpu, run).total
+            plain / step_of(_in_float8(shapes, names, reason), Arm(recipe), cluster, run).replayed
             for reason in (None, "asked for")
         ]
         yield (
             f"Experts have {share:.0%} of the FLOPs and {'are in float8' if converted else 'stay in bf16'} ({kind}): "
-            f"{gain_of(modules[0], recipe, gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's with "
+            f"{gain_of(modules[0], recipe, cluster.gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's with "
             f"these experts in float8, {steps[1]:.2f} times without."
         )
 
@@ -151,18 +175,18 @@ def _in_float8(shapes: Shapes, names: set[str], reason: str | None) -> Shapes:
 
 def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
     native = [each for each in predictions if each.native and each.recipe != best.recipe]
-    faster = max(native, key=lambda each: each.step, default=None)
-    speed = f"a step {best.step:.2f} times as fast as in bf16"
-    if faster is None or faster.step <= best.step:
+    faster = max(native, key=lambda each: each.replayed, default=None)
+    speed = f"a {'replayed ' if best.host_binds else ''}step {best.replayed:.2f} times as fast as in bf16"
+    if faster is None or faster.replayed <= best.replayed:
         return f"{speed}, the fastest here"
-    return f"{speed}; {faster.recipe} is less precise and {faster.step:.2f} times as fast"
+    return f"{speed}; {faster.recipe} is less precise and {faster.replayed:.2f} times as fast"
 
 
-def _share(shapes: Shapes, gpu: Gpu, run: Run) -> float:
+def _share(shapes: Shapes, cluster: Cluster, run: Run) -> float:
     """Of a step in bf16, the products with weights that would be converted."""
-    times = by_product(shapes, None, gpu, run)
+    times = by_product(shapes, None, cluster.gpu, run)
     converted = {(product.fqn, product.rows) for product in shapes.products if product.reason is None}
-    return sum(times[key] for key in converted) / step_seconds(shapes, None, gpu, run).total
+    return sum(times[key] for key in converted) / step_of(shapes, Arm(), cluster, run).replayed
 
 
 def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
@@ -181,19 +205,19 @@ def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
         yield f"Checkpointing {chosen.checkpoint!r} does not fit; {what.lower()} does."
 
 
-def losing(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> list[str]:
+def losing(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> list[str]:
     """Patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together.
 
     Of experts, most of whose bytes FSDP2 gathers, what the gathers save counts, too.
     """
-    times = [by_product(shapes, each, gpu, run) for each in (None, recipe)]
+    times = [by_product(shapes, each, cluster.gpu, run) for each in (None, recipe)]
     families: dict[str, list[Product]] = defaultdict(list)
     for product in shapes.products:
         if product.reason is None:
             families[product.module if product.experts else product.reads].append(product)
     found: dict[str, None] = {}
     for family in families.values():
-        saved = _saved_on_the_wire(family, recipe, gpu, run) if family[0].experts else 0.0
+        saved = _saved_on_the_wire(family, recipe, cluster, run) if family[0].experts else 0.0
         losers = [p for p in family if p.shares_x and not p.experts and _gain(times, [p]) < 0]
         if _gain(times, family) + saved < 0:
             losers = family
@@ -201,8 +225,8 @@ def losing(shapes: Shapes, recipe: Recipe, gpu: Gpu, run: Run) -> list[str]:
     return list(found)
 
 
-def _saved_on_the_wire(products: Sequence[Product], recipe: Recipe, gpu: Gpu, run: Run) -> float:
-    plain, own = (wire_seconds(products, each, gpu, run).total for each in (None, recipe))
+def _saved_on_the_wire(products: Sequence[Product], recipe: Recipe, cluster: Cluster, run: Run) -> float:
+    plain, own = (gathered_seconds(products, each, cluster, run) for each in (None, recipe))
     return plain - own
 
 

@@ -141,7 +141,7 @@ FORWARD = 1 / 3
 
 HIDDEN_GATHER, HIDDEN_REDUCTION = 0.115, 0.4
 """Seconds that a second of a collective within a host adds to what runs beside it: it takes multiprocessors and memory
-bandwidth. As in ``f8sub.estimator.seconds``, by bytes; a sum in a reduce-scatter takes most."""
+bandwidth. A sum in a reduce-scatter takes most."""
 
 SKEW = 0.05
 """Share of compute by which ranks that share weights wait for the slowest one; with the two above it makes the whole
@@ -202,7 +202,9 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
     on_wire = recipe if arm.gathers else None
     compute = computed(products, arm, cluster, run, outside) * (1 + SKEW * (cluster.shards > 1))
     first = forward_of(products, recipe, cluster, run, compute)
-    copies = seconds.wire_seconds(products, on_wire, gpu, run, passes=1 if outside else 2).copies
+    if not run.sharded:
+        return Group(first, compute - first, 0.0, 0.0, 0.0, 0.0, 0.0)
+    copies = seconds.copy_seconds(products, on_wire, gpu, run, passes=1 if outside else 2).copies
     whole = sum(product.elements for product in products if not product.frozen)
     copies += whole * (COPY_IN[arm.reduction] - seconds.COPY_IN) / gpu.copy
     code = sum(product.elements * seconds.code_bytes(product, on_wire) for product in products)
@@ -225,10 +227,11 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
 
 def computed(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, outside: bool) -> float:
     """Seconds of products, casts, attention and elementwise work, and of tensor parallelism's collectives."""
-    gathered = arm.gathers or arm.recipe is None
+    gathered = run.sharded and (arm.gathers or arm.recipe is None)
     if outside:
         own = cluster.gpu, replace(run, checkpoint=NONE), False, gathered
-        return sum((seconds.linear_seconds(p, arm.recipe, *own) for p in products), Seconds()).total
+        multiplied = [product for product in products if product.multiplications]
+        return sum((seconds.linear_seconds(p, arm.recipe, *own) for p in multiplied), Seconds()).total
     found = seconds.block_seconds(products, arm.recipe, cluster.gpu, replace(run, sharded=gathered))
     compute = found.gemms + found.casts + found.attention + found.elementwise
     return compute + tensor_parallel_seconds(products, cluster, run)
@@ -262,6 +265,13 @@ def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, fl
     if cluster.hosts > 1 and cluster.neighbours > 1 and not flat:
         tax += HIDDEN_GATHER * 2 * elements / cluster.link
     return cluster.exchange(elements, flat) + adding, tax
+
+
+def gathered_seconds(products: Sequence[Product], recipe: Recipe | None, cluster: Cluster, run: Run) -> float:
+    """Of FSDP2's copies of some weights of a block, and of what their two all-gathers add to compute."""
+    code = sum(product.elements * seconds.code_bytes(product, recipe) for product in products)
+    copies = seconds.copy_seconds(products, recipe, cluster.gpu, run).copies
+    return copies + 2 * hidden(HIDDEN_GATHER, code, cluster)
 
 
 def hidden(share: float, size: float, cluster: Cluster) -> float:
@@ -306,10 +316,14 @@ class Timeline:
     tax: float
 
 
+NOTHING = Group(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
-    """Of blocks in forward's order, and of what is outside of them."""
+    """Of blocks in forward's order, and of what is outside of them; a model without blocks is outside."""
     compute = sum(group.forward + group.backward for group in (*blocks, outside))
     tax = 0.0
+    blocks = blocks or [NOTHING]
     queue = outside.gather + blocks[0].gather
     now = queue
     for i, block in enumerate(blocks):
@@ -351,3 +365,80 @@ def _beside(compute: float, collective: float, tax: float) -> float:
         return tax
     share = tax / collective
     return compute * share / (1 - share)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds of one training step on every GPU of a cluster.
+
+    Attributes:
+        timeline: blocks and what is outside of them, with collectives.
+        loss: softmax and cross entropy.
+        optimizer: clipping, AdamW, and the all-reduce of scales.
+        host: what the host takes to launch all of it from Python.
+    """
+
+    timeline: Timeline
+    loss: float
+    optimizer: float
+    host: float
+
+    @property
+    def replayed(self) -> float:
+        """Of the GPU alone, as where a CUDA graph of the step is replayed."""
+        return self.timeline.forward + self.timeline.backward + self.loss + self.optimizer
+
+    @property
+    def launched(self) -> float:
+        """Of the step as Python launches it: no shorter than the host's time."""
+        return max(self.replayed, self.host)
+
+
+def groups_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> list[Group]:
+    """Each block's group, those of equal blocks computed once."""
+    found: dict[tuple[Product, ...], Group] = {}
+    blocks = []
+    for products in shapes.blocks.values():
+        key = tuple(replace(p, fqn="", reads=str(p.shares_x), block="") for p in products)
+        if key not in found:
+            found[key] = group_of(products, arm, cluster, run, outside=False)
+        blocks.append(found[key])
+    return blocks
+
+
+def step_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> Step:
+    """Predict a step: the one engine of ``f8sub.estimate`` and ``f8sub.estimate_step``, for one GPU or many.
+
+    Args:
+        shapes: the whole model.
+        arm: what is in float8.
+        cluster: the GPUs.
+        run: how the model is trained; its shards and replicas are the cluster's.
+    """
+    run = replace(run, shards=cluster.shards, replicas=cluster.replicas)
+    part = divided(shapes, cluster.parts)
+    blocks = groups_of(part, arm, cluster, run)
+    outside = group_of([*part.outside, *seconds.rest_of(part)], arm, cluster, run, outside=True)
+    optimizer = seconds.optimizer_seconds(part.learning, cluster.gpu, run)
+    if arm.recipe is not None and arm.gathers and not arm.scales_by_weight and cluster.gpus > 1:
+        optimizer += cluster.latency
+    host = sum(
+        seconds.host_seconds(
+            block,
+            arm.recipe,
+            run,
+            gathers=arm.gathers,
+            in_float8=arm.reduction in (E4M3, E4M3_FLAT) and cluster.shards > 1,
+            parts=cluster.parts,
+        )
+        for block in part.blocks.values()
+    )
+    loss = seconds.loss_seconds(part.logits, cluster.gpu, run)
+    return Step(timeline(blocks, outside), loss, optimizer, host)
+
+
+def blocks_seconds(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> float:
+    """Of all blocks alone on the GPU, forward and backward, with their collectives."""
+    run = replace(run, shards=cluster.shards, replicas=cluster.replicas)
+    found = timeline(groups_of(divided(shapes, cluster.parts), arm, cluster, run), NOTHING)
+    return found.forward + found.backward

@@ -1,155 +1,47 @@
-"""f8sub.estimate: predicted speed, memory and bytes on the wire of a model in float8."""
+"""f8sub.estimate and f8sub.estimate_step: speed, memory and bytes on the wire of a model in float8, on one GPU or many."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from f8sub.convert.class_swap import EXPERTS
 from f8sub.convert.filters import name_of
 from f8sub.errors import Float8ConfigError, unknown
-from f8sub.estimator import seconds
-from f8sub.estimator.advice import (
-    advice,
-    fits,
-    one_of,
-    recommended,
+from f8sub.estimator.advice import advice, fits, recommended
+from f8sub.estimator.cluster import (
+    E4M3,
+    FLOAT32,
+    H100_500W,
+    REDUCTIONS,
+    Arm,
+    Cluster,
+    Step,
+    blocks_seconds,
+    divided,
+    step_of,
 )
 from f8sub.estimator.experts import decided
 from f8sub.estimator.gpus import GPUS, Gpu, gpu_of
-from f8sub.estimator.memory import Adapters, Memory, adapters_of, memory
+from f8sub.estimator.memory import Adapters, adapters_of, memory
 from f8sub.estimator.models import named_or_given
-from f8sub.estimator.page import page
-from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, Wire, wire
-from f8sub.estimator.shapes import (
-    Product,
-    Shapes,
-    alike,
-    shapes_of,
-)
+from f8sub.estimator.results import Estimate, LayerGroup, Policy, Prediction, StepEstimate, StepPrediction
+from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, by_product, wire
+from f8sub.estimator.shapes import Product, Shapes, alike, shapes_of
 from f8sub.experts.seams import refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe, recipe_names
+from f8sub.recipes import DEFAULT
 
+PER_HOST = 8
+"""GPUs that NVLink joins."""
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One recipe on one GPU.
+KINDS = {**GPUS, H100_500W.name: H100_500W}
+"""GPUs by name; the last one is that of published runs."""
 
-    Attributes:
-        gpu: its name.
-        recipe: its name.
-        native: whether every float8 product has a kernel there; the others' figures are of the reference backend.
-        measured: whether measured runs on this GPU are held to the estimate; else it is from data sheets.
-        blocks: bf16's time over float8's of all blocks, forward and backward; None without numbered blocks.
-        step: the same of a whole step.
-        step_seconds: of float8.
-        bf16_seconds: of bf16.
-        groups: the same ratio of each kind of layer, in the order of ``Estimate.groups``.
-    """
-
-    gpu: str
-    recipe: str
-    native: bool
-    measured: bool
-    blocks: float | None
-    step: float
-    step_seconds: float
-    bf16_seconds: float
-    groups: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers of one kind and shape.
-
-    Attributes:
-        name: of the layers, with ``*`` for numbers.
-        count: how many they are.
-        shape: (N, K) of one.
-        flops_share: of the model's products with weights, 0 to 1.
-        reason: why they are not converted; None where they are.
-    """
-
-    name: str
-    count: int
-    shape: tuple[int, int]
-    flops_share: float
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """One checkpoint policy on the first GPU, with the recommended recipe.
-
-    Attributes:
-        checkpoint: its name.
-        bf16: bytes at the peak, in bf16.
-        float8: the same in float8.
-        bf16_seconds: of a step.
-        float8_seconds: the same in float8.
-        fits: whether float8's bytes are at most 95 % of the GPU's memory.
-    """
-
-    checkpoint: str
-    bf16: Memory
-    float8: Memory
-    bf16_seconds: float
-    float8_seconds: float
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What is predicted. ``str()`` is a page of 80 columns, ``as_dict()`` is for JSON.
-
-    Times are of code compiled block by block with the host ahead of the GPU. An H200's are fitted to measured runs,
-    which they hit within 10 % but for those that ``docs/estimate.md`` names.
-
-    Attributes:
-        title: the model's class.
-        shapes: what was read of the model.
-        run: how it is trained.
-        gpus: the GPUs, the first one first.
-        groups: layers by kind.
-        predictions: each recipe on each GPU.
-        recipe: the name of the recommended recipe; None where no recipe is native on the first GPU.
-        policies: memory and speed by checkpoint policy.
-        wire: bytes by the recommended recipe.
-        wire_bf16: bytes in bf16.
-        advice: sentences.
-    """
-
-    title: str
-    shapes: Shapes
-    run: Run
-    gpus: tuple[Gpu, ...]
-    groups: tuple[LayerGroup, ...]
-    predictions: tuple[Prediction, ...]
-    recipe: str | None
-    policies: tuple[Policy, ...]
-    wire: Wire
-    wire_bf16: Wire
-    advice: tuple[str, ...]
-
-    def of(self, gpu: str, recipe: str) -> Prediction:
-        """One prediction; Float8ConfigError where there is none, which lists those that there are."""
-        return one_of(self.predictions, gpu=gpu, recipe=recipe)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, in seconds, bytes and ratios, as JSON takes them."""
-        found = asdict(self)
-        found["parameters"] = self.shapes.parameters
-        found["blocks"] = len(self.shapes.blocks)
-        found["not_counted"] = list(self.shapes.not_counted)
-        del found["shapes"]
-        found["gpus"] = [{"name": g.name, "measured": g.measured, "source": g.source} for g in self.gpus]
-        for policy, row in zip(self.policies, found["policies"], strict=True):
-            row["bf16"]["total"], row["float8"]["total"] = policy.bf16.total, policy.float8.total
-        return found
-
-    def __str__(self) -> str:
-        return page(self)
+BF16_WAY, COMPUTE = "bf16", "float8 compute"
+BY_WEIGHT, GATHERS = "+ float8 all-gather, a scale at a time", "+ one all-reduce of all scales"
+"""The first ways to train, each with what the one before has."""
 
 
 def estimate(  # noqa: PLR0913  (a model, and how it is trained)
@@ -196,17 +88,18 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     asked = [recipes] if isinstance(recipes, str | Recipe) else recipe_names() if recipes is None else recipes
     chosen = [get_recipe(recipe) for recipe in asked]
     kinds = alike(shapes.products)
+    clusters = [_cluster_of(gpu, run) for gpu in found]
     predictions = tuple(
-        _predict(decided(shapes, recipe, gpu, tokens), kinds, recipe, gpu, run)
-        for gpu in found
+        _predict(decided(shapes, recipe, cluster.gpu, tokens), kinds, recipe, cluster, run)
+        for cluster in clusters
         for recipe in chosen
     )
     best = recommended(chosen, [each for each in predictions if each.gpu == found[0].name])
     shapes = decided(shapes, best or chosen[0], found[0], tokens)
     adapters = adapters_of(model, shapes)
-    policies = tuple(_policy(shapes, best, found[0], run, name, adapters) for name in CHECKPOINTS)
+    policies = tuple(_policy(shapes, best, clusters[0], run, name, adapters) for name in CHECKPOINTS)
     own = tuple(each for each in predictions if each.gpu == found[0].name)
-    todo = tuple(advice(shapes, best, found[0], run, own, policies))
+    todo = tuple(advice(shapes, best, clusters[0], run, own, policies))
     wires = wire(shapes, best, run), wire(shapes, None, run)
     name = None if best is None else best.name
     groups = _groups(shapes, kinds)
@@ -230,6 +123,12 @@ def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Ru
     return Run(tokens, sequence, mesh[-1], mesh[0] if len(mesh) == 2 else 1, checkpoint)
 
 
+def _cluster_of(gpu: Gpu, run: Run) -> Cluster:
+    """On hosts of eight, or of as many as divide the shards."""
+    per_host = PER_HOST if run.shards <= PER_HOST else math.gcd(run.shards, PER_HOST)
+    return Cluster(gpu, run.shards * run.replicas, per_host, replicas=run.replicas)
+
+
 Kinds = Mapping[tuple[str, int, int, str | None], Sequence[Product]]
 
 
@@ -248,26 +147,172 @@ def _groups(shapes: Shapes, kinds: Kinds) -> tuple[LayerGroup, ...]:
     )
 
 
-def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, gpu: Gpu, run: Run) -> Prediction:
-    both = (None, recipe)
-    steps = [seconds.step_seconds(shapes, each, gpu, run).total for each in both]
-    by_block = shapes.blocks.values()
-    blocks = [sum(seconds.block_seconds(block, each, gpu, run).total for block in by_block) for each in both]
-    own = [seconds.by_product(shapes, each, gpu, run) for each in both]
+def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, cluster: Cluster, run: Run) -> Prediction:
+    gpu, arms = cluster.gpu, (Arm(), Arm(recipe))
+    plain, own = (step_of(shapes, arm, cluster, run) for arm in arms)
+    blocks = [blocks_seconds(shapes, arm, cluster, run) for arm in arms]
+    times = [by_product(shapes, arm.recipe, gpu, run) for arm in arms]
     groups = tuple(
-        sum(own[0][product.fqn, product.rows] for product in products)
-        / sum(own[1][product.fqn, product.rows] for product in products)
+        sum(times[0][product.fqn, product.rows] for product in products)
+        / sum(times[1][product.fqn, product.rows] for product in products)
         for products in kinds.values()
     )
-    native = all(gpu.is_native(spec) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    ratios = blocks[0] / blocks[1] if by_block else None, steps[0] / steps[1]
-    return Prediction(gpu.name, recipe.name, native, gpu.measured, *ratios, steps[1], steps[0], groups)
+    return Prediction(
+        gpu.name,
+        recipe.name,
+        _is_native(recipe, gpu),
+        gpu.measured,
+        blocks[0] / blocks[1] if shapes.blocks else None,
+        plain.launched / own.launched,
+        own.launched,
+        plain.launched,
+        groups,
+        replayed=plain.replayed / own.replayed,
+        replayed_seconds=own.replayed,
+        host_seconds=own.host,
+    )
+
+
+def _is_native(recipe: Recipe, gpu: Gpu) -> bool:
+    return all(map(gpu.is_native, (recipe.fprop, recipe.dgrad, recipe.wgrad)))
 
 
 def _policy(
-    shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run, name: str, adapters: Adapters | None
+    shapes: Shapes, recipe: Recipe | None, cluster: Cluster, run: Run, name: str, adapters: Adapters | None
 ) -> Policy:
     run = replace(run, checkpoint=name)
     plain, own = (memory(shapes, each, run, adapters) for each in (None, recipe))
-    times = [seconds.step_seconds(shapes, each, gpu, run).total for each in (None, recipe)]
-    return Policy(name, plain, own, times[0], times[1], fits(own, gpu))
+    times = [step_of(shapes, Arm(each), cluster, run).launched for each in (None, recipe)]
+    return Policy(name, plain, own, times[0], times[1], fits(own, cluster.gpu))
+
+
+def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
+    model: torch.nn.Module | str,
+    gpus: int | Sequence[int] = (8, 64, 128, 1024),
+    *,
+    gpu: str = "H100",
+    gpus_per_host: int = 8,
+    network: float = 400,
+    tokens: int = 8192,
+    sequence: int | None = None,
+    replicas: int = 1,
+    tensor_parallel: int = 1,
+    recipe: str | Recipe = DEFAULT,
+    reduction: str = FLOAT32,
+    checkpoint: str = SELECTIVE,
+    skip: str | Sequence[str] = (),
+    experts: bool | str = EXPERTS,
+) -> StepEstimate:
+    """Predict a step's time under FSDP2 on several numbers of GPUs; the model is read, not changed.
+
+    Compute is ``f8sub.estimate``'s. All-gathers and reductions take their bytes over NVLink and over the hosts'
+    NICs, and hide behind compute as FSDP2 lets them: one block is gathered ahead, gathers and reductions queue.
+
+    Args:
+        model: on any device, meta included; converted or not. Or what ``python -m f8sub estimate`` takes for it, such
+            as "llama3-8b".
+        gpus: how many, or several such numbers.
+        gpu: "H200", "H100", "B200", or "H100-500W", which published runs had.
+        gpus_per_host: that NVLink joins.
+        network: Gbit/s of a GPU's NIC.
+        tokens: of a data-parallel rank in a step.
+        sequence: tokens that attend to each other; None for ``tokens``.
+        replicas: copies of the weights, for HSDP.
+        tensor_parallel: GPUs that share each layer.
+        recipe: a name or a recipe.
+        reduction: of gradients but in the last way, which has e4m3: "float32", as torchtitan, "bf16", "e4m3" or
+            "e4m3-flat", which is one exchange over all hosts.
+        checkpoint: "none", "selective", "gemms" or "full".
+        skip: glob patterns of layers that stay in high precision.
+        experts: whether experts of a mixture are converted, as for ``convert_to_float8``.
+
+    Raises:
+        Float8ConfigError: an unknown GPU, recipe, policy or reduction, a size that is no positive number, GPUs that
+            replicas and tensor parallelism do not divide, or a model without numbered blocks.
+    """
+    kind = gpu_of(gpu, KINDS)
+    if reduction not in REDUCTIONS:
+        raise unknown("reduction", reduction, REDUCTIONS)
+    if checkpoint not in CHECKPOINTS:
+        raise unknown("checkpoint policy", checkpoint, CHECKPOINTS)
+    counts = (gpus,) if isinstance(gpus, int) else tuple(gpus)
+    sequence = tokens if sequence is None else sequence
+    clusters = tuple(
+        _cluster(kind, count, gpus_per_host, network, replicas, tensor_parallel) for count in counts
+    )
+    if not clusters or min(tokens, sequence) < 1 or sequence > tokens:
+        raise Float8ConfigError(
+            f"give one number of GPUs or more, and tokens that hold a sequence; got gpus={gpus}, tokens={tokens}, "
+            f"sequence={sequence}"
+        )
+    refuse_unknown_experts(experts, None)
+    model = named_or_given(model)
+    chosen = get_recipe(recipe)
+    shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
+    shapes = decided(shapes, chosen, kind, tokens)
+    if not shapes.blocks:
+        raise Float8ConfigError("the model has no numbered blocks, which fully_shard gathers in turn")
+    run = Run(tokens, sequence, clusters[0].shards, replicas, checkpoint)
+    found: list[StepPrediction] = []
+    for cluster in clusters:
+        own = replace(run, shards=cluster.shards)
+        steps = {
+            name: (arm, step_of(shapes, arm, cluster, own))
+            for name, arm in _ways(shapes, chosen, reduction, run)
+        }
+        plain = steps[BF16_WAY][1]
+        found += [_of_way(shapes, way, arm, cluster, own, step, plain) for way, (arm, step) in steps.items()]
+    title, native = type(model).__name__, _is_native(chosen, kind)
+    return StepEstimate(title, shapes, clusters, run, chosen.name, reduction, tuple(found), native)
+
+
+def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, parts: int) -> Cluster:
+    counts = {"gpus": gpus, "gpus_per_host": per_host, "replicas": replicas, "tensor_parallel": parts}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise Float8ConfigError(
+                f"{name} (--{name.replace('_', '-')}) is a whole number from 1 on, got {count!r}"
+            )
+    if not network > 0:
+        raise Float8ConfigError(f"network (--network) is more than 0 Gbit/s, got {network!r}")
+    made = Cluster(gpu, gpus, per_host, network * 1e9, replicas, parts)
+    if gpus % (replicas * parts) or made.shards % made.neighbours or parts > per_host:
+        raise Float8ConfigError(
+            f"{gpus} GPUs on hosts of {per_host} do not divide into replicas={replicas} and tensor_parallel={parts}: "
+            "GPUs that share a layer lie on one host, and a copy of the weights within one host or on whole ones; take "
+            "another number of GPUs, or say how many a host has (gpus_per_host, --gpus-per-host)"
+        )
+    return made
+
+
+def _ways(shapes: Shapes, recipe: Recipe, reduction: str, run: Run) -> list[tuple[str, Arm]]:
+    made = [
+        (BF16_WAY, Arm(reduction=reduction)),
+        (COMPUTE, Arm(recipe, gathers=False, reduction=reduction)),
+        (BY_WEIGHT, Arm(recipe, scales_by_weight=True, reduction=reduction)),
+        (GATHERS, Arm(recipe, reduction=reduction)),
+    ]
+    if not wire(shapes, recipe, run).amaxes:  # scales that stay in their rows travel with the codes
+        made[2:] = [("+ float8 all-gather", Arm(recipe, reduction=reduction))]
+    if reduction == FLOAT32:
+        made.append(("  gradients in bf16 instead", Arm(recipe, reduction="bf16")))
+    return made if reduction == E4M3 else [*made, ("+ gradients in e4m3", Arm(recipe, reduction=E4M3))]
+
+
+def _of_way(
+    shapes: Shapes, way: str, arm: Arm, cluster: Cluster, run: Run, step: Step, plain: Step
+) -> StepPrediction:
+    return StepPrediction(
+        cluster.gpus,
+        way,
+        step.launched,
+        run.tokens / cluster.parts / step.launched,
+        plain.launched / step.launched,
+        step.timeline,
+        step.loss,
+        step.optimizer,
+        fits(memory(divided(shapes, cluster.parts), arm.recipe, run), cluster.gpu),
+        replayed=plain.replayed / step.replayed,
+        replayed_seconds=step.replayed,
+        host_seconds=step.host,
+    )

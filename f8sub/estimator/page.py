@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -9,11 +10,11 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from f8sub.convert.messages import REFERENCE_TIMES_BF16
-from f8sub.estimator.seconds import HOST_BF16
+from f8sub.estimator.advice import host_measured
+from f8sub.text_table import text_table
 
 if TYPE_CHECKING:
-    from f8sub.estimator.estimate import Estimate, LayerGroup
-    from f8sub.estimator.estimate_step import StepEstimate, StepPrediction
+    from f8sub.estimator.results import Estimate, LayerGroup, StepEstimate, StepPrediction
 
 
 WIDTH, NAME, COUNT, SHAPE, FLOPS, RATIO, MOST_LETTERS = 80, 22, 6, 13, 7, 5, 6
@@ -72,19 +73,27 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     names = list(dict.fromkeys(each.recipe for each in estimate.predictions))
     names.sort(key=lambda name: letters.get(name, "~"))
     gpus = estimate.gpus
-    mark = {gpu.name: "" if gpu.measured else "*" for gpu in gpus}
-    lines = [
-        "Predicted speed, as a multiple of bf16's, of all blocks and of a whole step",
-        f"  {'':<24}" + "".join(f"{gpu.name + mark[gpu.name]:>13}" for gpu in gpus),
-        f"  {'recipe':<24}" + "".join(f"{'blocks':>7}{'step':>6}" for _ in gpus),
-    ]
+    rows: list[list[str]] = [["recipe", *["blocks", "step", "graph"] * len(gpus)]]
     for name in names:
-        cells = ""
+        cells = [f"{letters.get(name, ' ')}  {name}"]
         for gpu in gpus:
             found = estimate.of(gpu.name, name)
-            own = (found.blocks, found.step) if found.native else (None, None)
-            cells += f"{_ratio(own[0]):>7}{_ratio(own[1]):>6}"
-        lines.append(f"  {letters.get(name, ' ')}  {name:<21}{cells}".rstrip())
+            own = (found.blocks, found.step, found.replayed) if found.native else (None, None, None)
+            cells += map(_ratio, own)
+        rows.append(cells)
+    lines = [
+        "Predicted speed, as a multiple of bf16's: of all blocks, of a whole step that",
+        "Python launches, and of one that f8sub.graph_step replays",
+        *text_table(
+            ["", *(gpu.name + ("" if gpu.measured else "*") for gpu in gpus)],
+            [],
+            "l" + "r" * len(gpus),
+            widths=(24, *[18] * len(gpus)),
+            gap=0,
+            indent=2,
+        ),
+        *text_table((), rows, "l" + "rrr" * len(gpus), widths=(24, *(7, 5, 6) * len(gpus)), gap=0, indent=2),
+    ]
     notes = []
     if any(gpu.measured for gpu in gpus):
         shown = ", ".join(gpu.name for gpu in gpus if gpu.measured)
@@ -105,22 +114,20 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
 def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     first = estimate.gpus[0].name
     columns = {name: estimate.of(first, name).groups for name in letters}
-    head = "".join(f"{letter:>{RATIO}}" for letter in letters.values())
     speeds = f"; speed on {first}, recipes by letter" if letters else ""
-    lines = [
-        f"Layers: share of all products with weights{speeds}",
-        f"  {'':<{NAME}}{'layers':>{COUNT}}{'N x K':>{SHAPE}}{'share':>{FLOPS}}{head}".rstrip(),
-    ]
     ranked = sorted(range(len(estimate.groups)), key=lambda i: -estimate.groups[i].flops_share)[:MOST_ROWS]
-    titles: dict[str, list[str]] = {}
+    titles: dict[str, list[list[str]]] = {}
     for i, group in sorted(enumerate(estimate.groups), key=lambda pair: pair[1].reason is not None):
         title = "in float8" if group.reason is None else f"in bf16: {group.reason}"
         if i in ranked:
-            cells = "".join(f"{_ratio(own[i]):>{RATIO}}" for own in columns.values())
-            row = _row(group) + (cells if group.reason is None else "")
-            titles.setdefault(title, []).append(row.rstrip())
+            cells = [_ratio(own[i]) for own in columns.values()] if group.reason is None else []
+            titles.setdefault(title, []).append([*_row(group), *cells])
+    align, widths = "lrrr" + "r" * len(letters), (NAME, COUNT, SHAPE, FLOPS, *[RATIO] * len(letters))
+    layout = functools.partial(text_table, align=align, widths=widths, gap=0, indent=2)
+    lines = [f"Layers: share of all products with weights{speeds}"]
+    lines += layout(["", "layers", "N x K", "share", *letters.values()], [])
     for title, rows in titles.items():
-        lines += [*_wrapped(title, ""), *rows]
+        lines += [*_wrapped(title, ""), *layout((), rows)]
     if len(ranked) < len(estimate.groups):
         lines.append(f"  and {len(estimate.groups) - len(ranked)} kinds of smaller layers: --json has them")
     if estimate.shapes.not_counted:
@@ -128,45 +135,43 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     return lines
 
 
-def _row(group: LayerGroup) -> str:
+def _row(group: LayerGroup) -> list[str]:
     name = group.name
     for prefix in ("base_model.model.", "model.layers.*.", "layers.*."):
         name = name.removeprefix(prefix)
     name = _PEFTS.sub("", name)
     name = name if len(name) <= NAME else f"..{name[2 - NAME :]}"
-    shape = "{}x{}".format(*group.shape)
-    return f"  {name:<{NAME}}{group.count:>{COUNT}}{shape:>{SHAPE}}{group.flops_share:>{FLOPS}.1%}"
+    return [name, str(group.count), "{}x{}".format(*group.shape), f"{group.flops_share:.1%}"]
 
 
 def _memory(estimate: Estimate) -> list[str]:
     gpu = estimate.gpus[0]
-    lines = [
-        f"Memory and speed of one {gpu.name} by checkpoint policy, in {estimate.recipe or 'bf16'} and bf16",
-        f"  {'':<14}{'bf16 GiB':>10}{'float8 GiB':>12}{'bf16 tok/s':>13}{'float8 tok/s':>14}",
-    ]
+    rows = []
     for policy in estimate.policies:
-        bytes_of = [each.total / GIB for each in (policy.bf16, policy.float8)]
-        speeds = [estimate.run.tokens / each for each in (policy.bf16_seconds, policy.float8_seconds)]
-        note = "" if policy.fits else f"  over {gpu.memory / GIB:.0f} GiB"
-        lines.append(
-            f"  {policy.checkpoint:<14}{bytes_of[0]:>10.1f}{bytes_of[1]:>12.1f}{speeds[0]:>13,.0f}{speeds[1]:>14,.0f}"
-            + note
-        )
-    return lines
+        bytes_of = [f"{each.total / GIB:.1f}" for each in (policy.bf16, policy.float8)]
+        speeds = [
+            f"{estimate.run.tokens / each:,.0f}" for each in (policy.bf16_seconds, policy.float8_seconds)
+        ]
+        note = [] if policy.fits else [f"  over {gpu.memory / GIB:.0f} GiB"]
+        rows.append([policy.checkpoint, *bytes_of, *speeds, *note])
+    header = ("", "bf16 GiB", "float8 GiB", "bf16 tok/s", "float8 tok/s")
+    return [
+        f"Memory and speed of one {gpu.name} by checkpoint policy, in {estimate.recipe or 'bf16'} and bf16",
+        *text_table(header, rows, "lrrrrl", widths=(14, 10, 12, 13, 14), gap=0, indent=2),
+    ]
 
 
 def _wire(estimate: Estimate) -> list[str]:
     plain, own = estimate.wire_bf16, estimate.wire
-    lines = [
-        "Bytes on the wire, a step and GPU",
-        f"  {'all-gathers of weights':<34}{own.gathered / GB:>9.2f} GB   in bf16 {plain.gathered / GB:.2f} GB",
-        f"  {'reduce-scatters of gradients':<34}{own.reduced / GB:>9.2f} GB   float32, the same in bf16",
+    rows = [
+        ("all-gathers of weights", f"{own.gathered / GB:.2f}", f"GB   in bf16 {plain.gathered / GB:.2f} GB"),
+        ("reduce-scatters of gradients", f"{own.reduced / GB:.2f}", "GB   float32, the same in bf16"),
     ]
     if own.replicated:
-        between = "all-reduces between replicas"
-        lines.append(f"  {between:<34}{own.replicated / GB:>9.2f} GB   the same in bf16")
-    lines.append(f"  {'the all-reduce of amaxes':<34}{own.amaxes / 1e6:>9.3f} MB")
-    return lines
+        rows.append(("all-reduces between replicas", f"{own.replicated / GB:.2f}", "GB   the same in bf16"))
+    rows.append(("the all-reduce of amaxes", f"{own.amaxes / 1e6:.3f}", "MB"))
+    lines = text_table((), rows, "lrl", widths=(33, 9), gap=1, indent=2)
+    return ["Bytes on the wire, a step and GPU", *lines]
 
 
 def _bullets(sentences: Iterable[str]) -> Iterator[str]:
@@ -227,39 +232,69 @@ def _step_head(estimate: StepEstimate) -> list[str]:
 
 
 def _speeds(estimate: StepEstimate) -> list[str]:
-    lines, counts = ["Tokens/s of a GPU, and as a multiple of bf16's"], [c.gpus for c in estimate.clusters]
-    host = len(estimate.shapes.blocks) * HOST_BF16
-    for start in range(0, len(counts), COLUMNS):
-        shown = counts[start : start + COLUMNS]
-        lines.append(f"  {'GPUs':<{STEP_NAME - 2}}" + "".join(f"{count:>{CELL},}" for count in shown))
-        for way in estimate.ways:
-            cells = "".join(_speed(estimate.of(count, way), host) for count in shown)
-            lines.append(f"  {way:<{STEP_NAME - 2}}{cells}".rstrip())
-    if not all(each.fits for each in estimate.predictions):
+    first, found = estimate.clusters[0], estimate.predictions
+    lines = ["Tokens/s of a GPU, and as a multiple of bf16's", *_ways(estimate, replayed=False)]
+    if not all(each.fits for each in found):
         lines.append("  x: more than a GPU's memory")
-    if any(each.seconds < host for each in estimate.predictions):
-        lines.append(f"  h: a host took {host:.2f} s to launch a step of bf16; give a GPU more tokens")
+    if any(each.host_binds for each in found):
+        hosts = [max(each.host_seconds for each in found if each.way == way) for way in estimate.ways]
+        replayed = max(each.replayed for each in found)
+        words = (
+            f"h: the host is the limit, which launches a step of bf16 in {hosts[0]:.2f} s and one of "
+            f"{estimate.recipe} in {hosts[-1]:.2f}. {host_measured(len(estimate.shapes.blocks), replayed, first.parts)}"
+        )
+        lines += _wrapped(words, "  ", "     ")
+        if first.parts == 1:
+            lines += [
+                "",
+                "The same replayed as a CUDA graph by f8sub.graph_step",
+                *_ways(estimate, replayed=True),
+            ]
     if not estimate.native:
         note = (
-            f"{estimate.recipe} has no native kernels on {estimate.clusters[0].gpu.name}: its products are those of "
-            f"the reference backend, about {REFERENCE_TIMES_BF16} times slower than bf16's."
+            f"{estimate.recipe} has no native kernels on {first.gpu.name}: its products are those of the reference "
+            f"backend, about {REFERENCE_TIMES_BF16} times slower than bf16's."
         )
-        lines += textwrap.wrap(note, STEP_WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines += _wrapped(note, "  ")
     return lines
 
 
-def _speed(found: StepPrediction, host: float) -> str:
-    mark = "x" if not found.fits else "h" if found.seconds < host else " "
-    return f" {f'{found.tokens_per_second:,.0f} {found.over_bf16:.2f}{mark}':>{CELL - 1}}"
+def _ways(estimate: StepEstimate, *, replayed: bool) -> list[str]:
+    lines, counts = [], [cluster.gpus for cluster in estimate.clusters]
+    for start in range(0, len(counts), COLUMNS):
+        shown = counts[start : start + COLUMNS]
+        rows = [
+            [way, *(_speed(estimate.of(count, way), replayed) for count in shown)] for way in estimate.ways
+        ]
+        header = ["GPUs", *(f"{count:,}" for count in shown)]
+        widths = (STEP_NAME - 2, *[CELL] * len(shown))
+        lines += text_table(header, rows, "l" + "r" * len(shown), widths=widths, gap=0, indent=2)
+    return lines
+
+
+def _speed(found: StepPrediction, replayed: bool) -> str:
+    if replayed:
+        rate, ratio = found.tokens_per_second * found.seconds / found.replayed_seconds, found.replayed
+    else:
+        rate, ratio = found.tokens_per_second, found.over_bf16
+    mark = "x" if not found.fits else "h" if found.host_binds and not replayed else " "
+    return f" {rate:,.0f} {ratio:.2f}{mark}"
 
 
 def _parts(estimate: StepEstimate) -> list[str]:
     ways = estimate.ways[0], estimate.ways[-1]
-    lines = [f"A step in ms, {ways[0]} and {ways[1].strip('+ ')}"]
-    lines.append(f"  {'GPUs':>6}{'compute':>17}{'waits':>17}{'tax of hidden':>17}{'whole':>17}")
+    rows = []
     for cluster in estimate.clusters:
         pair = [estimate.of(cluster.gpus, way) for way in ways]
-        parts = [(e.timeline.compute, e.timeline.waiting, e.timeline.tax, e.seconds) for e in pair]
-        cells = "".join(f"{f'{a * 1e3:,.0f}, {b * 1e3:,.0f}':>17}" for a, b in zip(*parts, strict=True))
-        lines.append(f"  {cluster.gpus:>6,}{cells}")
+        parts = [
+            (e.timeline.compute, e.timeline.waiting, e.timeline.tax, e.replayed_seconds, e.host_seconds)
+            for e in pair
+        ]
+        cells = [f"{a * 1e3:,.0f}, {b * 1e3:,.0f}" for a, b in zip(*parts, strict=True)]
+        rows.append([f"{cluster.gpus:,}", *cells])
+    header = ("GPUs", "compute", "waits", "tax of hidden", "whole", "host's launches")
+    lines = [
+        f"A step in ms, {ways[0]} and {ways[1].strip('+ ')}",
+        *text_table(header, rows, "r" * 6, widths=(6, 13, 12, 15, 13, 17), gap=0, indent=2),
+    ]
     return [*lines, "", *textwrap.wrap(ERRORS, STEP_WIDTH, break_on_hyphens=False)]

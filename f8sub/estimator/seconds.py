@@ -1,8 +1,8 @@
-"""Seconds of a training step on one GPU, part by part, from shapes.
+"""Seconds of layers and blocks on one GPU, part by part, from shapes; and of the host that launches them.
 
 A product takes its FLOPs at the rate of its kind, or its bytes at a copy's speed, whichever is longer. A cast takes its
-bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work, FSDP2's
-copies and collectives, the loss and the optimizer.
+bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work and FSDP2's
+copies. ``f8sub.estimator.cluster`` makes a step of them, on one GPU or many.
 
 ``wire`` gives the bytes that a training step's collectives carry, on each GPU.
 """
@@ -114,9 +114,6 @@ Clipping reads gradients for their norm, and reads and writes them for their sca
 COPY_IN = 12
 """Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed."""
 
-GATHERS, REDUCTIONS = 0.05, 0.45
-"""Share of the time of all-gathers, and of the float32 reduce-scatters, that the step is longer for."""
-
 ATTENTION_PASSES = 3.5
 """Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
 
@@ -127,9 +124,39 @@ EXPONENTIALS = 3.9e12
 """A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
 in backward, whatever the size of its head, so that small heads are slower a FLOP."""
 
-HOST, HOST_BF16 = 0.0102, 0.0093
-"""Seconds of the host for a compiled block, which a step cannot be shorter than: ``scripts/bench/host_time.py``, where
-bf16 had 8.6 and 10.1 ms."""
+
+class Host(NamedTuple):
+    """Seconds of the host for a step of one compiled block, launched from Python.
+
+    Attributes:
+        block: in bf16, layers that stay in high precision included.
+        layer: more for each converted weight.
+        gathered: of ``layer`` what is only there where FSDP2 gathers codes.
+    """
+
+    block: float
+    layer: float
+    gathered: float = 0.0
+
+
+HOST = Host(0.0093, 0.00044, 0.00025)
+"""Under FSDP2, fitted to blocks of seven layers, in ms a block. bf16: 8.6 and 10.1, ``scripts/bench/host_time.py`` on H100s.
+f8sub 12.4, the median of what hosts had whose steps were shorter on the GPU: 8.5, 11.5, 12.4, 12.4, 13.8 and 15.2. Four are
+a Llama 3 8B's with 2048 tokens a GPU (docs/scaling.md), two a 1B's (docs/performance.md). Where weights are gathered in bf16:
+13.0 where they had 15.2 as codes.
+"""
+
+HOST_RANGE = 0.0085, 0.0152
+"""The least and the most of those six for a block in float8."""
+
+HOST_GRADIENTS = 0.00025
+"""More for a block whose gradients are reduced in float8: 8.8 instead of 8.5 ms on one host, 15.4 instead of 15.2 on another."""
+
+HOST_PARTS = Host(0.0168, 0.00013)
+"""The same where GPUs share a layer: 16.8 and 17.7 ms a block of a Llama 3 8B, TP 2 x FSDP 2 (docs/parallelism.md)."""
+
+HOST_ALONE = Host(0.0023, 0.00065)
+"""The same without FSDP2: four compiled blocks kept a host busy for 9.1 ms in bf16 and 27.3 in float8, forward and backward."""
 
 NONE, SELECTIVE, GEMMS, FULL = "none", "selective", "gemms", "full"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
@@ -220,10 +247,6 @@ class Seconds:
         attention: scores and their products with values.
         elementwise: norms, activations, residuals.
         copies: FSDP2's casts and copies into and out of buffers.
-        exposed: what collectives add.
-        loss: softmax and cross entropy.
-        optimizer: clipping and AdamW.
-        host: what the GPU waits for the host.
     """
 
     gemms: float = 0.0
@@ -231,10 +254,6 @@ class Seconds:
     attention: float = 0.0
     elementwise: float = 0.0
     copies: float = 0.0
-    exposed: float = 0.0
-    loss: float = 0.0
-    optimizer: float = 0.0
-    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -360,7 +379,7 @@ def last_of(products: Sequence[Product]) -> int:
 
 
 def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
-    """Of one numbered block, forward and backward, its gradients' reduction included."""
+    """Of one numbered block, forward and backward, collectives aside."""
     found = Seconds()
     for product, again in zip(products, repeats(products, run), strict=True):
         found += linear_seconds(product, recipe, gpu, run, again, run.sharded)
@@ -373,7 +392,7 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     if first := next((p for p in products if p.experts), None):
         elementwise += run.tokens * first.uses * first.cols * ROUTED / gpu.copy
     found += Seconds(attention=attention, elementwise=elementwise)
-    return found + wire_seconds(products, recipe, gpu, run)
+    return found + copy_seconds(products, recipe, gpu, run)
 
 
 def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
@@ -401,26 +420,21 @@ def code_bytes(product: Product, recipe: Recipe | None) -> float:
     return 2.0 if format is None else 1 / format.codes_per_byte
 
 
-def wire_seconds(
+def copy_seconds(
     products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run, passes: int = 2
 ) -> Seconds:
-    """Of FSDP2's copies of some weights, and of what their collectives add."""
+    """Of FSDP2's casts of shards, and of its copies into and out of the buffers of collectives."""
     if not run.sharded:
         return Seconds()
-    copies = comm = 0.0
+    copies = 0.0
     for product in products:
         code = code_bytes(product, recipe)
         whole, shard = product.elements, product.elements / run.shards
         copies += whole * passes * 2 * code + shard * (4 + code + passes * 2 * code)
         copies += shard * 4 if code < 2 else 0
-        link = gpu.link if run.shards <= 8 else gpu.network
-        comm += (whole - shard) * passes * code * GATHERS / link
-        if product.frozen:
-            continue
-        copies += whole * COPY_IN + shard * 8
-        comm += (whole - shard) * 4 * REDUCTIONS / link
-        comm += REDUCTIONS * 8 * shard * (run.replicas - 1) / run.replicas / gpu.network
-    return Seconds(copies=copies / gpu.copy, exposed=comm)
+        if not product.frozen:
+            copies += whole * COPY_IN + shard * 8
+    return Seconds(copies=copies / gpu.copy)
 
 
 def rest_of(shapes: Shapes) -> tuple[Product, Product]:
@@ -431,28 +445,41 @@ def rest_of(shapes: Shapes) -> tuple[Product, Product]:
     return learning, replace(learning, elements=shapes.other_frozen, frozen=True)
 
 
-def step_seconds(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
-    """Of a whole step: blocks, what is outside of them, loss and AdamW."""
-    found = Seconds()
-    for products in shapes.blocks.values():
-        found += block_seconds(products, recipe, gpu, run)
-    for product in shapes.outside:
-        found += linear_seconds(product, recipe, gpu, replace(run, checkpoint=NONE), False, run.sharded)
-    found += wire_seconds([*shapes.outside, *rest_of(shapes)], recipe, gpu, run, passes=1)
-    logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
-    loss = run.tokens * shapes.logits * logit / gpu.copy
-    state = shapes.learning / run.shards * run.master_bytes * run.optimizer_passes
-    found += Seconds(loss=loss, optimizer=state / gpu.copy)
-    if not (run.compiled and run.sharded):
-        return found
-    host = sum(_host_seconds(products, recipe, run) for products in shapes.blocks.values())
-    return found + Seconds(host=max(0.0, host - found.total))
+def loss_seconds(logits: int, gpu: Gpu, run: Run) -> float:
+    """Of softmax and cross entropy over so many logits of a token."""
+    return run.tokens * logits * (LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER) / gpu.copy
 
 
-def _host_seconds(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
-    """Of a block: layers that stay in bf16 are launched as in bf16."""
+def optimizer_seconds(learning: int, gpu: Gpu, run: Run) -> float:
+    """Of clipping and AdamW over this GPU's share of so many parameters."""
+    return learning / run.shards * run.master_bytes * run.optimizer_passes / gpu.copy
+
+
+def host_seconds(
+    products: Sequence[Product],
+    recipe: Recipe | None,
+    run: Run,
+    *,
+    gathers: bool = True,
+    in_float8: bool = False,
+    parts: int = 1,
+) -> float:
+    """Of the host, which launches a step of one block from Python; 0 in eager code, whose host was not measured.
+
+    Args:
+        products: the block's.
+        recipe: None for bf16; layers that stay in high precision are launched as in bf16.
+        run: how the model is trained.
+        gathers: whether FSDP2 gathers codes.
+        in_float8: whether gradients are reduced in float8.
+        parts: GPUs that share a layer.
+    """
+    if not run.compiled:
+        return 0.0
+    host = HOST_ALONE if not run.sharded else HOST_PARTS if parts > 1 else HOST
     converted = 0 if recipe is None else sum(product.reason is None for product in products)
-    return HOST_BF16 + (HOST - HOST_BF16) * converted / max(len(products), 1)
+    layer = host.layer - (0.0 if gathers else host.gathered)
+    return host.block + converted * layer + HOST_GRADIENTS * in_float8
 
 
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:

@@ -12,12 +12,13 @@ import torch
 
 import f8sub
 from f8sub.estimator import gpus, memory, seconds
+from f8sub.estimator.cluster import FLOAT32, Arm, Cluster, blocks_seconds, step_of
 from f8sub.estimator.seconds import Run, by_expert_seconds, over_tokens_seconds
 from f8sub.estimator.shapes import Product, Shapes, shapes_of
 from f8sub.recipe import GemmSpec, Recipe
 
 DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())
-ASKED = {"recipe", "gemm", "sizes", "compiled", "kernels", "checkpoint", "miss"}
+ASKED = {"recipe", "reduction", "gemm", "sizes", "compiled", "kernels", "checkpoint", "miss"}
 SMALL_RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant")
 LARGE = [(8192, 8192, 8192), (8192, 4096, 14336), (8192, 14336, 4096), (14336, 8192, 4096)]
 BYTES_OF_VOCABULARY = 272
@@ -52,7 +53,7 @@ def run_of(group: dict[str, Any], row: dict[str, Any]) -> Run:
         shards=group.get("shards", 1),
         checkpoint=row.get("checkpoint", group.get("checkpoint", "none")),
         compiled=row.get("compiled", group["kind"] not in ("small", "small beside")),
-        sharded=group.get("sharded", group["kind"] in ("blocks", "step", "reductions")),
+        sharded=group.get("sharded", group["kind"] in ("blocks", "step", "reductions", "graph")),
         kernels=row.get("kernels", False),
         clipped=group.get("clipped", False),
     )
@@ -70,13 +71,16 @@ def gpu_of(group: dict[str, Any]) -> gpus.Gpu:
     return gpus.gpu_of(group.get("gpu", "H200"))
 
 
+def cluster_of(gpu: gpus.Gpu, run: Run) -> Cluster:
+    return Cluster(gpu, run.shards * run.replicas, replicas=run.replicas)
+
+
 def blocks(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
-    each = shapes.blocks.values()
-    return sum(seconds.block_seconds(block, recipe, gpu, run).total for block in each)
+    return blocks_seconds(shapes, Arm(recipe), cluster_of(gpu, run), run)
 
 
 def step(shapes: Shapes, recipe: Recipe | None, gpu: gpus.Gpu, run: Run) -> float:
-    return seconds.step_seconds(shapes, recipe, gpu, run).total
+    return step_of(shapes, Arm(recipe), cluster_of(gpu, run), run).launched
 
 
 def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
@@ -109,6 +113,20 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
         "gib": held / 2**30,
         "reduce_ms": whole * 4 / run.shards / gpus.H200.link * 1e3,
         "copy_in_ms": whole * seconds.COPY_IN / gpus.H200.copy * 1e3,
+    }
+
+
+def of_a_graph(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Of whole steps, replayed and launched."""
+    shapes, run = model(group.get("size", "8b"), group["layers"]), run_of(group, row)
+    cluster, own = cluster_of(gpu_of(group), run), recipe_of(row["recipe"])
+    arm = Arm(own, reduction=row.get("reduction", FLOAT32))
+    time, plain = (step_of(shapes, each, cluster, run) for each in (arm, Arm()))
+    return {
+        "ms": time.replayed * 1e3,
+        "over_bf16": plain.replayed / time.replayed,
+        "launched_ms": time.launched * 1e3,
+        "launched_over_bf16": plain.launched / time.launched,
     }
 
 
@@ -172,6 +190,7 @@ PREDICT = {
     "blocks": of_a_run,
     "step": of_a_run,
     "reductions": of_a_run,
+    "graph": of_a_graph,
     "product of experts": of_grouped_products,
     "experts": of_experts,
     "product": of_products,

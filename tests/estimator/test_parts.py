@@ -8,6 +8,7 @@ from torch import nn
 
 import f8sub
 from f8sub.estimator import gpus, seconds
+from f8sub.estimator.cluster import Arm, step_of
 from f8sub.estimator.gpus import (
     B200,
     GPUS,
@@ -21,7 +22,7 @@ from f8sub.estimator.shapes import (
     reads_attention,
     shapes_of,
 )
-from tests.estimator.predictions import model
+from tests.estimator.predictions import cluster_of, model, step
 from tests.models import Transformer
 
 
@@ -67,9 +68,8 @@ PUBLIC_RUNS_ON_8_H100S = {"tensorwise": (1.25, 1.28)}
 
 @pytest.mark.parametrize("recipe", PUBLIC_RUNS_ON_8_H100S)
 def test_speeds_that_the_documentation_holds_of_h100s(recipe):
-    found = seconds.step_seconds
     run, shapes = Run(checkpoint="selective"), model("8b", 32)
-    plain, own = (found(shapes, each, GPUS["H100"], run).total for each in (None, f8sub.get_recipe(recipe)))
+    plain, own = (step(shapes, each, GPUS["H100"], run) for each in (None, f8sub.get_recipe(recipe)))
     assert all(abs(plain / own / public - 1) <= 0.1 for public in PUBLIC_RUNS_ON_8_H100S[recipe])
 
 
@@ -89,10 +89,31 @@ def test_attention_of_small_heads_is_slower_a_flop():
 
 def test_a_step_is_no_shorter_than_its_host():
     short, long = Run(tokens=512, sequence=512), Run(checkpoint="none")
-    for recipe, host in ((None, seconds.HOST_BF16), (f8sub.get_recipe("rowwise"), seconds.HOST)):
-        found = seconds.step_seconds(model("1b", 16), recipe, H200, short)
-        assert found.total == pytest.approx(16 * host)
-        assert seconds.step_seconds(model("8b", 4), recipe, H200, long).host == 0
+    layers = seconds.HOST.block + 7 * seconds.HOST.layer
+    for recipe, host in ((None, seconds.HOST.block), (f8sub.get_recipe("rowwise"), layers)):
+        found = step_of(model("1b", 16), Arm(recipe), cluster_of(H200, short), short)
+        assert found.launched == found.host == pytest.approx(16 * host)
+        assert found.replayed < found.launched
+        found = step_of(model("8b", 4), Arm(recipe), cluster_of(H200, long), long)
+        assert found.launched == found.replayed
+
+
+def test_what_a_host_takes_for_a_block():
+    """Of seven layers, in ms: hosts that were measured, by where the weights lie and what is in float8."""
+    block, recipe, run = next(iter(model("8b", 4).blocks.values())), f8sub.get_recipe("tensorwise"), Run()
+
+    def ms(recipe, run=run, **how):
+        return 1e3 * seconds.host_seconds(block, recipe, run, **how)
+
+    assert (ms(None), ms(recipe)) == (pytest.approx(9.3), pytest.approx(12.4, abs=0.05))
+    assert ms(recipe, gathers=False) / ms(recipe) == pytest.approx(13.0 / 15.2, abs=0.01)
+    assert ms(recipe, in_float8=True) - ms(recipe) == pytest.approx(0.25)
+    assert (ms(None, parts=2), ms(recipe, parts=2)) == (pytest.approx(16.8), pytest.approx(17.7, abs=0.05))
+    alone = replace(run, sharded=False)
+    assert (4 * ms(None, alone), 4 * ms(recipe, alone)) == (pytest.approx(9.2), pytest.approx(27.4, abs=0.1))
+    assert ms(recipe, replace(run, compiled=False)) == 0
+    left = [replace(product, reason="asked for") for product in block]
+    assert seconds.host_seconds(left, recipe, run) == seconds.host_seconds(block, None, run)
 
 
 @pytest.mark.parametrize(("changes", "passes"), [({}, 10), ({"clipped": False}, 7)])
@@ -143,13 +164,13 @@ def test_what_is_frozen_has_no_wgrad_no_reduction_and_no_optimizer():
             assert whole.gemms - found.gemms == pytest.approx(missing)
             assert (found.casts < whole.casts) == (recipe is not None)
         copied, fixed = (
-            seconds.wire_seconds(s.blocks["blocks.0"], recipe, H200, run) for s in (learning, shapes)
+            seconds.copy_seconds(s.blocks["blocks.0"], recipe, H200, run) for s in (learning, shapes)
         )
         elements = sum(product.elements for product in shapes.blocks["blocks.0"])
         assert copied.copies - fixed.copies == pytest.approx(elements * (seconds.COPY_IN + 8 / 2) / H200.copy)
     assert wire(shapes, None, run).reduced == 4 * shapes.learning / 2
-    step = seconds.step_seconds(shapes, None, H200, run)
-    assert step.optimizer == pytest.approx(shapes.learning / 2 * 4 * 10 / H200.copy)
+    found = step_of(shapes, Arm(), cluster_of(H200, run), run)
+    assert found.optimizer == pytest.approx(shapes.learning / 2 * 4 * 10 / H200.copy)
 
 
 def test_a_tied_weight_counts_once():
@@ -172,16 +193,15 @@ def test_the_last_product_is_told_by_who_reads_what(order):
 def test_more_of_everything_takes_longer():
     shapes, recipe = shapes_of(Transformer(2048, 8192, blocks=2, classes=32000)), f8sub.get_recipe("rowwise")
 
-    def step(**changes):
+    def timed(**changes):
         usual = {"checkpoint": "none", "tokens": 32768}  # so many that the host is ahead
-        return seconds.step_seconds(shapes, recipe, H200, Run(**{**usual, **changes})).total
+        return step(shapes, recipe, H200, Run(**{**usual, **changes}))
 
-    assert step(tokens=65536) > step()
-    assert step(sequence=16384) > step()
-    assert step(compiled=False) > step()
-    assert step(replicas=2) > step()
-    assert step(shards=64) > step()
-    assert step() < step(checkpoint="gemms") < step(checkpoint="selective") < step(checkpoint="full")
+    assert timed(tokens=65536) > timed()
+    assert timed(sequence=16384) > timed()
+    assert timed(compiled=False) > timed()
+    assert timed(replicas=2) > timed()
+    assert timed() < timed(checkpoint="gemms") < timed(checkpoint="selective") < timed(checkpoint="full")
 
 
 def test_on_meta_and_on_a_cpu_alike():

@@ -35,8 +35,8 @@ same; a step that is fewer times as fast is not worth a change of numbers; such 
 
 
 MEASURED = (
-    "A Llama 3 8B with 2,048 tokens on each of four H200s was measured 0.73 to 0.78 times as fast as bf16 on three hosts "
-    "and 1.06 on a fourth. Replayed it was 1.32 times as fast, with gradients in float8 1.51."
+    "A Llama 3 8B with 2,048 tokens on each of four H200s was measured 0.73 to 0.78 times as fast as bf16 in three runs, "
+    "and 1.06 on a faster host. Replayed it was 1.32 times as fast, with gradients in float8 1.51."
 )
 """Source: docs/scaling.md."""
 

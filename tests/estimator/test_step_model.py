@@ -158,7 +158,7 @@ def test_a_step_that_a_host_launches_no_faster_is_marked(capsys):
     text = capsys.readouterr().out
     words = " ".join(text.split())
     assert "which launches a step of bf16 in 0.30 s and one of tensorwise in 0.40." in words
-    assert "was measured 0.73 to 0.78 times as fast as bf16 on three hosts" in words
+    assert "was measured 0.73 to 0.78 times as fast as bf16 in three runs" in words
     assert "Replay the step by f8sub.graph_step, or give a GPU more tokens." in words
     marked = [line for line in text.splitlines() if line.endswith("h")]
     assert [line[2:9] for line in marked] == ["float8 ", "+ float", "+ one a", "  gradi", "+ gradi"]

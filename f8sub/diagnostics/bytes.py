@@ -1,27 +1,30 @@
 """The bytes of every weight, predicted: weights, wire, saved for backward, transient; beside bf16's."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from f8sub.convert.checks import is_converted
 from f8sub.convert.filters import kind_of
-from f8sub.delayed.state import OPERANDS
+from f8sub.estimator.operands import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
 from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
 from f8sub.experts.adapters import own_parameter
 from f8sub.experts.module import Float8Experts
 from f8sub.experts.seams import seam_of
-from f8sub.formats import ALL, Float8Format
-from f8sub.kernels.grouped.operands import aligned_rows, start_of_groups
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.text_table import text_table
 from f8sub.torch_compat import is_dtensor, param_dtypes
-from f8sub.weights.layout import ShardLayout, WireFormat, bytes_of_row, lies_in_rows
+from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.primary_weight import PrimaryWeight
 from f8sub.weights.weight import local_tensor, master_of
+
+if TYPE_CHECKING:
+    from f8sub.formats import Float8Format
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Bytes:
     saved: int = 0
     transient: int = 0
 
-    def __add__(self, other: "Bytes") -> "Bytes":
+    def __add__(self, other: Bytes) -> Bytes:
         added = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
         return replace(Bytes(*added), transient=max(self.transient, other.transient))
 
@@ -179,7 +182,7 @@ class WeightBytes(NamedTuple):
     master: torch.Tensor | None
 
     @classmethod
-    def of(cls, weight: torch.Tensor, *, sharded: bool) -> "WeightBytes":
+    def of(cls, weight: torch.Tensor, *, sharded: bool) -> WeightBytes:
         """Of a parameter; one of experts counts as the matrix of all experts' rows."""
         local = local_tensor(weight)
         master = master_of(local) if isinstance(local, PrimaryWeight) else local
@@ -199,7 +202,7 @@ class WeightBytes(NamedTuple):
     def sent(self, format: Float8Format) -> int:
         """Bytes of the codes that this rank sends."""
         if self.layout is None:
-            return self.shape[0] * bytes_of_row(format, self.shape[1], lies_in_rows(format.tile))
+            return sent_bytes(format, *self.shape)
         rows, width = WireFormat(format, self.layout).padded_shape
         return rows * width
 
@@ -233,16 +236,9 @@ def _in_float8(
 
 def _saved(layer: Float8Linear, cols: int, x_bytes: int, tokens: int, how: str) -> int:
     """What the layer saves of an x of ``tokens`` rows, of which ``x_bytes`` in high precision would be new."""
-    row, col = layer.plan.recipe.formats("x")
     if not layer.weight.requires_grad:
         return 0
-    if col is None:
-        return x_bytes
-    if how == HIGH_PRECISION:
-        return x_bytes + _own_scale(layer, how)
-    if how == RECOMPUTE and row is not None:
-        return operand_bytes(row, tokens, cols)
-    return operand_bytes(col, cols, tokens)
+    return saved_x_bytes(layer.plan.recipe, tokens, cols, x_bytes, how) + _own_scale(layer, how)
 
 
 def _own_scale(layer: Float8Linear, how: str) -> int:
@@ -271,14 +267,6 @@ def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, 
     derived = how == RECOMPUTE and not (x_col is not None and is_view(x_row, x_col))
     if x_col is not None and (how == HIGH_PRECISION or derived):
         yield operand_bytes(x_col, cols, tokens)
-
-
-def operand_bytes(format: Float8Format, rows: int, depth: int) -> int:
-    """Codes and scales of a (rows, depth) operand."""
-    depth = -(-depth // format.depth_multiple) * format.depth_multiple
-    tall, wide = format.tile.scale_shape((rows, depth))
-    level = 4 if format.scale_rule.has_global else 0
-    return rows * depth // format.codes_per_byte + tall * wide * format.scale_rule.stored_as.itemsize + level
 
 
 def _once(counted: Bytes, key: object, seen: set[object], own: int = 0) -> Bytes:
@@ -337,17 +325,18 @@ def _experts_in_float8(
 ) -> Bytes:
     plan, format = module.plan, module.format_of(name)
     recipe, gathered = plan.recipe, module.is_gathered(name)
-    x_col, (dy_row, dy_col) = recipe.formats("x")[1], recipe.formats("dy")
+    dy_row, dy_col = recipe.formats("dy")
     learns = getattr(module, name).requires_grad
     saved = plain.saved
-    if saved and x_col is not None:
-        saved = _tokens_bytes(x_col, rows, product.cols, product.experts, plan.multiple, contracted=True)
+    if saved:
+        groups = {"experts": product.experts, "multiple": plan.multiple}
+        saved = saved_x_bytes(recipe, rows, product.cols, saved, FLOAT8, **groups)
     wire = weight.world * weight.sent(format) if gathered and format is not None else plain.wire
     made = _weight_made_in_backward(module, product)
     if dy_row is not None:
-        made += _tokens_bytes(dy_row, rows, product.rows, product.experts, 1, contracted=False)
+        made += tokens_bytes(dy_row, rows, product.rows, product.experts, 1, contracted=False)
     if dy_col is not None and learns:
-        made += _tokens_bytes(dy_col, rows, product.rows, product.experts, plan.multiple, contracted=True)
+        made += tokens_bytes(dy_col, rows, product.rows, product.experts, plan.multiple, contracted=True)
     codes = 0
     if format is not None and gathered and weight.layout is not None:
         codes = weight.sent(format)
@@ -362,15 +351,3 @@ def _weight_made_in_backward(module: Float8Experts, product: Product) -> int:
     if col is None or (row is not None and row.tile.is_transpose_of(col.tile)):
         return 0
     return product.experts * operand_bytes(col, product.cols, product.rows)
-
-
-def _tokens_bytes(
-    format: Float8Format, rows: int, cols: int, experts: int, multiple: int, *, contracted: bool
-) -> int:
-    """Codes and scales of ``Tokens``: of (rows, cols) in groups, those with tiles of several rows aligned to them."""
-    tile = format.tile.t() if contracted else format.tile
-    start = start_of_groups(tile.rows, multiple)
-    rows = rows if start == 1 else aligned_rows(rows, experts, start)
-    down = experts if tile.rows == ALL else -(-rows // tile.rows)
-    along = tile.scale_shape((1, cols))[1]
-    return rows * cols // format.codes_per_byte + down * along * format.scale_rule.stored_as.itemsize

@@ -14,6 +14,7 @@ from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
 from f8sub.estimator.experts import by_module, gain_of
 from f8sub.estimator.gpus import Gpu
 from f8sub.estimator.memory import Memory
+from f8sub.estimator.operands import OPERANDS
 from f8sub.estimator.seconds import (
     HOST_RANGE,
     NONE,
@@ -22,12 +23,10 @@ from f8sub.estimator.seconds import (
 )
 from f8sub.estimator.shapes import Product, Shapes
 from f8sub.formats import ALL
-from f8sub.recipe import OperandName, Recipe
 
 if TYPE_CHECKING:
     from f8sub.estimator.results import Policy, Prediction
-
-OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+    from f8sub.recipe import Recipe
 
 FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
 """Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
@@ -35,8 +34,8 @@ same; a step that is fewer times as fast is not worth a change of numbers; such 
 
 
 MEASURED = (
-    "A Llama 3 8B with 2,048 tokens on each of four H200s was measured 0.73 to 0.78 times as fast as bf16 in three runs, "
-    "and 1.06 on a faster host. Replayed it was 1.32 times as fast, with gradients in float8 1.51."
+    "A Llama 3 8B with 2,048 tokens on each of four H200s was measured 0.73 to 0.78 times as fast as bf16 in three "
+    "runs, and 1.06 on a faster host. Replayed it was 1.32 times as fast, with gradients in float8 1.51."
 )
 """Source: docs/scaling.md."""
 
@@ -162,8 +161,8 @@ def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> I
         ]
         yield (
             f"Experts have {share:.0%} of the FLOPs and {'are in float8' if converted else 'stay in bf16'} ({kind}): "
-            f"{gain_of(modules[0], recipe, cluster.gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's with "
-            f"these experts in float8, {steps[1]:.2f} times without."
+            f"{gain_of(modules[0], recipe, cluster.gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's "
+            f"with these experts in float8, {steps[1]:.2f} times without."
         )
 
 

@@ -6,14 +6,19 @@ and reductions share a communicator, and so queue. A block's backward ends no so
 buffer it takes. What is outside of blocks is gathered first and reduced last, beside nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from f8sub.estimator import seconds
 from f8sub.estimator.gpus import H100, H200, Gpu
 from f8sub.estimator.seconds import NONE, Run, Seconds
 from f8sub.estimator.shapes import Product, Shapes
-from f8sub.recipe import Recipe
+
+if TYPE_CHECKING:
+    from f8sub.recipe import Recipe
 
 LINK = 2.3
 """A GPU's bytes/s in a collective by itself, as a multiple of ``Gpu.link``, which is fitted to those that products run

@@ -1,4 +1,4 @@
-"""f8sub.estimate and f8sub.estimate_step: speed, memory and bytes on the wire of a model in float8, on one GPU or many."""
+"""f8sub.estimate and f8sub.estimate_step: a model's speed, memory and bytes on the wire in float8, on one GPU or many."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,6 @@ from f8sub.estimator.models import named_or_given
 from f8sub.estimator.results import Estimate, LayerGroup, Policy, Prediction, StepEstimate, StepPrediction
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, by_product, wire
 from f8sub.estimator.shapes import Product, Shapes, alike, shapes_of
-from f8sub.experts.seams import refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 from f8sub.recipes import DEFAULT
 
@@ -76,7 +75,6 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
         Float8ConfigError: an unknown GPU, recipe or policy, a size that is no positive number, or a model without
             products with weights.
     """
-    refuse_unknown_experts(experts, None)
     run = _run(tokens, tokens if sequence is None else sequence, mesh, checkpoint)
     found = tuple(gpu_of(name) for name in ([gpus] if isinstance(gpus, str) else gpus))
     if not found:
@@ -245,7 +243,6 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             f"give one number of GPUs or more, and tokens that hold a sequence; got gpus={gpus}, tokens={tokens}, "
             f"sequence={sequence}"
         )
-    refuse_unknown_experts(experts, None)
     model = named_or_given(model)
     chosen = get_recipe(recipe)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)

@@ -4,18 +4,25 @@ Of a model with a frozen base and adapters: bytes that learn, bytes that do not,
 PEFT's LoRA and DoRA, known by the names of their layers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from f8sub.convert.primary_weights import is_primary
-from f8sub.estimator.seconds import FULL, NONE, Run, code_bytes, last_of, repeats
+from f8sub.estimator.operands import operand_bytes, saved_x_bytes
+from f8sub.estimator.seconds import FULL, NONE, Run, gathered_bytes, last_of, repeats
 from f8sub.estimator.shapes import Product, Shapes
-from f8sub.recipe import Recipe
+from f8sub.kernels.grouped.gemm import TRITON_MULTIPLE
+from f8sub.linear.saved_input import FLOAT8, HIGH_PRECISION
 from f8sub.weights.primary_weight import PrimaryWeight
 from f8sub.weights.weight import local_tensor
+
+if TYPE_CHECKING:
+    from f8sub.recipe import Recipe
 
 FIRST, SECOND, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 """What PEFT calls an adapter's two layers, and DoRA's magnitudes. Source: peft 0.21, ``tuners/lora/layer.py``."""
@@ -149,8 +156,11 @@ def _of_adapters(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adap
     cast = [p for p in products if p.reason is None and p.fqn not in adapters.codes]
     codes = kept_codes(replace(base, products=tuple(cast)), recipe, run)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
-    gathered = 2 * run.sharded
-    of_block = max((frozen_bytes(b, run) + gathered * gathered_bytes(b, recipe) for b in blocks), default=0.0)
+    times = 2 * run.sharded
+    of_block = max(
+        (frozen_bytes(b, run) + times * sum(gathered_bytes(p, recipe) for p in b) for b in blocks),
+        default=0.0,
+    )
     transient = max(run.tokens * shapes.logits * logit, of_block + again)
     return Memory(learning + frozen, 2 * learning, codes, saved, learning + transient + WORKSPACE)
 
@@ -169,7 +179,9 @@ def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
     """Of converted weights that are not sharded; FSDP2's all-gather casts shards into its own memory."""
     if recipe is None or run.sharded:
         return 0.0
-    return sum(p.elements * code_bytes(p, recipe) for p in shapes.products if p.reason is None)
+    row = recipe.formats("w")[0]
+    converted = [p for p in shapes.products if p.reason is None and p.elements]
+    return 0.0 if row is None else sum(operand_bytes(row, *product.stored) for product in converted)
 
 
 def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
@@ -194,22 +206,18 @@ def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) ->
 def _own_bytes(product: Product, recipe: Recipe | None, run: Run) -> float:
     rows = run.tokens * product.uses
     x = 0.0 if product.shares_x else rows * product.cols
-    size = 2.0
-    if recipe is not None and product.reason is None and not product.reads_attention:
-        col = recipe.formats("x")[1]
-        size = 2.0 if col is None else 1 / col.codes_per_byte
+    saved = 2 * x
+    if recipe is not None and product.reason is None and x:
+        how = HIGH_PRECISION if product.reads_attention else FLOAT8
+        groups = {"experts": product.experts, "multiple": TRITON_MULTIPLE}
+        saved = saved_x_bytes(recipe, round(rows), product.cols, round(saved), how, **groups)
     y = rows * product.rows
-    return x * size + 2 * y + eager_saves(run) * (x + y)
+    return saved + 2 * y + eager_saves(run) * (x + y)
 
 
 def eager_saves(run: Run) -> float:
     """Bytes for each element of x and y that are saved besides; a kernel for a norm or SwiGLU saves its input alone."""
     return 0.0 if run.compiled or run.kernels else EAGER_SAVES
-
-
-def gathered_bytes(products: Sequence[Product], recipe: Recipe | None) -> float:
-    """Of the weights of one block."""
-    return sum(product.elements * code_bytes(product, recipe) for product in products)
 
 
 def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
@@ -219,4 +227,5 @@ def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: R
     """
     made_again = sum(_own_bytes(product, recipe, run) for product in products)
     elements = sum(product.elements for product in products)
-    return made_again + (gathered_bytes(products, recipe) + 6 * elements) * run.sharded
+    gathered = sum(gathered_bytes(product, recipe) for product in products)
+    return made_again + (gathered + 6 * elements) * run.sharded

@@ -7,7 +7,6 @@ copies. ``f8sub.estimator.cluster`` makes a step of them, on one GPU or many.
 ``wire`` gives the bytes that a training step's collectives carry, on each GPU.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +26,13 @@ from f8sub.estimator.gpus import (
     kind_of_tiles,
 )
 from f8sub.estimator.gpus import kind_of_product as kind_of
+from f8sub.estimator.operands import amax_bytes, sent_bytes
 from f8sub.estimator.shapes import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import is_one_by_one
 from f8sub.kernels.grouped.operands import stored_format
 from f8sub.recipe import HIGH_PRECISION_GEMM as HIGH_GEMM
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.weights.layout import bytes_of_row, lies_in_rows
 
 
 class Rate(NamedTuple):
@@ -140,23 +139,24 @@ class Host(NamedTuple):
 
 
 HOST = Host(0.0093, 0.00044, 0.00025)
-"""Under FSDP2, fitted to blocks of seven layers, in ms a block. bf16: 8.6 and 10.1, ``scripts/bench/host_time.py`` on H100s.
-f8sub 12.4, the median of what hosts had whose steps were shorter on the GPU: 8.5, 11.5, 12.4, 12.4, 13.8 and 15.2. Four are
-a Llama 3 8B's with 2048 tokens a GPU (docs/scaling.md), two a 1B's (docs/performance.md). Where weights are gathered in bf16:
-13.0 where they had 15.2 as codes.
+"""Under FSDP2, of blocks with seven layers. bf16: 8.6 and 10.1 ms a block, ``scripts/bench/host_time.py`` on H100s.
+
+float8: 12.4 ms, the median of steps that the host limited: 8.5, 11.5, 12.4, 12.4, 13.8 and 15.2. Four are a Llama 3
+8B's with 2048 tokens a GPU (docs/scaling.md), two a 1B's (docs/performance.md). Weights that were gathered in bf16 took
+13.0 where codes took 15.2.
 """
 
 HOST_RANGE = 0.0085, 0.0152
 """The least and the most of those six for a block in float8."""
 
 HOST_GRADIENTS = 0.00025
-"""More for a block whose gradients are reduced in float8: 8.8 instead of 8.5 ms on one host, 15.4 instead of 15.2 on another."""
+"""More for a block whose gradients are reduced in float8: 8.8 ms after 8.5 on one host, 15.4 after 15.2 on another."""
 
 HOST_PARTS = Host(0.0168, 0.00013)
 """The same where GPUs share a layer: 16.8 and 17.7 ms a block of a Llama 3 8B, TP 2 x FSDP 2 (docs/parallelism.md)."""
 
 HOST_ALONE = Host(0.0023, 0.00065)
-"""The same without FSDP2: four compiled blocks kept a host busy for 9.1 ms in bf16 and 27.3 in float8, forward and backward."""
+"""The same without FSDP2, forward and backward: four compiled blocks took a host 9.1 ms in bf16 and 27.3 in float8."""
 
 NONE, SELECTIVE, GEMMS, FULL = "none", "selective", "gemms", "full"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
@@ -517,7 +517,7 @@ class Wire:
 def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
     """Of ``fully_shard``, a block a group, resharded after forward; ``recipe`` None for bf16."""
     whole = shapes.other_parameters * BF16 + sum(
-        _gathered(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
+        gathered_bytes(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
     )
     away = (run.shards - 1) / run.shards
     shard = shapes.learning / run.shards * FLOAT32
@@ -529,16 +529,14 @@ def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
     )
 
 
-def _gathered(product: Product, recipe: Recipe | None) -> float:
+def gathered_bytes(product: Product, recipe: Recipe | None) -> int:
+    """Of a whole weight as an all-gather fills it, scales that stay in their rows included."""
     row = wire_format(product, recipe)
     if row is None or not product.elements:
         return product.elements * BF16
-    rows, cols = product.stored
-    return rows * bytes_of_row(row, cols, lies_in_rows(row.tile))
+    return sent_bytes(row, *product.stored)
 
 
-def _amaxes(product: Product, recipe: Recipe | None) -> float:
+def _amaxes(product: Product, recipe: Recipe | None) -> int:
     row = wire_format(product, recipe)
-    if row is None or not product.elements or lies_in_rows(row.tile):
-        return 0.0
-    return FLOAT32 * math.prod(row.tile.scale_shape(product.stored))
+    return 0 if row is None or not product.elements else amax_bytes(row, *product.stored)

@@ -21,7 +21,7 @@ from f8sub.convert.other_weights import (
 )
 from f8sub.errors import Float8Warning
 from f8sub.estimator.counted_forward import count_of_made_up
-from f8sub.experts.seams import AUTO_EXPERTS, seam_of
+from f8sub.experts.seams import AUTO_EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.recipes import DEFAULT
 
 ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
@@ -161,6 +161,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         skip: glob patterns; of a converted model they do nothing, with a ``Float8Warning``.
         experts: as ``convert_to_float8`` takes it.
     """
+    refuse_unknown_experts(experts, None)
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
     options = {"experts": experts if isinstance(experts, bool) else True, "tokens": None}

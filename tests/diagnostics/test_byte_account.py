@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,9 @@ from torch import nn
 
 import f8sub
 from f8sub.diagnostics.bytes import Bytes
+from f8sub.estimator.memory import kept_codes, saved_bytes
+from f8sub.estimator.seconds import Run, gathered_bytes
+from f8sub.estimator.shapes import shapes_of
 from f8sub.linear import float8_linear
 from tests.convert.models import mlp
 from tests.data_sets import gaussian, generator
@@ -137,3 +141,19 @@ def test_a_model_on_meta():
     found = account(f8sub.convert_to_float8(model)).here
     here = account(model_of("tensorwise", "auto")).here
     assert dataclasses.astuple(found)[:4] == dataclasses.astuple(here)[:4]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_estimate_counts_the_same_operands(recipe):
+    """What is sent, kept and saved of a model that is not sharded."""
+    model = model_of(recipe, "auto", blocks(2))
+    shapes, run = shapes_of(model), Run(TOKENS, TOKENS, shards=1, checkpoint="none", sharded=False)
+    found, made = account(model, dtype=torch.bfloat16, saved_inputs=()), f8sub.get_recipe(recipe)
+    assert sum(gathered_bytes(product, made) for product in shapes.products) == found.here.wire
+    assert kept_codes(shapes, made, run) == found.here.codes
+    wire_of_bf16 = sum(gathered_bytes(product, None) for product in shapes.products)
+    assert wire_of_bf16 == found.high_precision.wire
+    own = replace(shapes, products=tuple(replace(p, reads_attention=False) for p in shapes.products))
+    saved = sum(saved_bytes(block, made, run) for block in own.blocks.values())
+    y = sum(2 * TOKENS * product.rows for product in shapes.products)
+    assert saved - y == found.here.saved

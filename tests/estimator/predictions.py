@@ -89,7 +89,7 @@ def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
     each = list(shapes.blocks.values())
     saved = sum(memory.saved_bytes(block, recipe, run) for block in each)
     gradients = sum(product.elements for block in each for product in block) / run.shards * run.master_bytes
-    gathered = 2 * max(memory.gathered_bytes(block, recipe) for block in each)
+    gathered = 2 * max(sum(seconds.gathered_bytes(product, recipe) for product in block) for block in each)
     at_end = gradients + max(memory.in_backward_bytes(block, recipe, run) for block in each)
     at_begin = memory.kept_codes(shapes, recipe, run) + saved + gathered
     return weights + max(at_begin, at_end) + memory.WORKSPACE

@@ -1,4 +1,4 @@
-"""f8sub.estimate and f8sub.estimate_step: a model's speed, memory and bytes on the wire in float8, on one GPU or many."""
+"""f8sub.estimate and f8sub.estimate_step: speed, memory and bytes on the wire in float8, on one GPU or many."""
 
 import math
 from collections.abc import Mapping, Sequence

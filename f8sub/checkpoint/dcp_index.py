@@ -1,4 +1,4 @@
-"""The index of a checkpoint of ``torch.distributed.checkpoint``, a pickle, read without running what it asks for."""
+"""Reads the index of a checkpoint of ``torch.distributed.checkpoint``, a pickle, without running what it asks for."""
 
 import io
 import itertools
@@ -44,13 +44,13 @@ class IndexReader(FileSystemReader):
     _index: Metadata | None = None
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The entries that are tensors."""
+        """Return the entries that are tensors."""
         entries = self.read_metadata().state_dict_metadata
         # By its class alone: an entry of bytes could pretend to have a size, and torch would unpickle it.
         return {name: entry for name, entry in entries.items() if type(entry) is TensorStorageMetadata}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, which is read once.
+        """Return the index, which is read once.
 
         Raises:
             Float8ConfigError: it is damaged, or asks for another class.
@@ -60,7 +60,7 @@ class IndexReader(FileSystemReader):
         return self._index
 
     def check(self, name: str) -> None:
-        """Check that the parts of a tensor cover it, each element once, and that a file is told for each.
+        """Check that the parts of a tensor cover it, each element once, and that the index names a file for each.
 
         torch's loader leaves what no part covers as it was, which is memory without values.
 
@@ -84,6 +84,7 @@ class IndexReader(FileSystemReader):
     def _read(file: Path) -> Metadata:
         content = file.read_bytes()
         try:
+            # First: unpickling allocates whatever the bytes ask for.
             _check_bounds(content)
             found = _Unpickler(io.BytesIO(content), file).load()
             _check_types(found)
@@ -131,6 +132,7 @@ def _check_types(found: Any) -> None:
         if type(key) is not MetadataIndex or not is_place or min(info.offset, info.length) < 0:
             raise TypeError(f"{key!r} is stored at {info!r}")
         path = Path(info.relative_path)
+        # A path out of the folder would have the reader open any file of the machine.
         if path.is_absolute() or ".." in path.parts:
             raise TypeError(f"{key!r} is stored in {info.relative_path}, which is not in the folder")
 
@@ -140,7 +142,7 @@ def _is_sizes(found: Any, dims: int) -> bool:
 
 
 def _uncovered(shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> str | None:
-    """Why the parts of a tensor are not all of it, each element once; None where they are."""
+    """Return why the parts of a tensor are not all of it, each element once; None where they are."""
     parts = [(tuple(c.offsets), tuple(c.sizes)) for c in chunks if math.prod(tuple(c.sizes))]
     for first, sizes in parts:
         if any(at + size > extent for at, size, extent in zip(first, sizes, shape, strict=True)):
@@ -156,6 +158,7 @@ def _uncovered(shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> st
                 starts_ends = zip(first, sizes, other, others, strict=True)
                 if all(a < c + d and c < a + b for a, b, c, d in starts_ends):
                     return f"the parts at {first} and {other} overlap"
+    # No two overlap, so they cover the tensor exactly if their elements are as many.
     found, elements = sum(math.prod(sizes) for _, sizes in parts), math.prod(shape)
     return None if found == elements else f"its parts have {found} of {elements} elements"
 

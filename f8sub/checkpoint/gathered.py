@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """A parameter or a persistent buffer.
+    """A parameter or a persistent buffer, by its name.
 
     Attributes:
         name: without the segments of wrappers.
-        module: whose it is.
+        module: the module that has it.
         attribute: its name there.
     """
 
@@ -42,13 +42,13 @@ class Part(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What the module has there now."""
+        """The tensor that the module has there now."""
         found: torch.Tensor = getattr(self.module, self.attribute)
         return found
 
     @property
     def format(self) -> Float8Format | None:
-        """The format that fprop reads a layer's weight in, or one expert's; None for all that is not in float8."""
+        """The format that fprop reads a layer's weight in, or an expert's; None for all that is not in float8."""
         module = self.module
         is_weight = isinstance(module, Float8Linear) and self.attribute == "weight"
         if is_weight or (isinstance(module, Float8Experts) and self.attribute in module.weights):
@@ -63,9 +63,9 @@ class Part(NamedTuple):
 
 
 def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", list[Part]]]:
-    """What FSDP2 gathers together, with the module that gathers it, in the model's order; ties once, by the first name.
+    """Yield what FSDP2 gathers together, with the module that gathers it, in the model's order.
 
-    None gathers what FSDP2 does not shard.
+    A tied tensor comes once, by its first name. None gathers what FSDP2 does not shard.
     """
     owner: dict[torch.nn.Module, FSDPModule | None] = {}
     found: dict[FSDPModule | None, list[Part]] = {}
@@ -73,6 +73,7 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", lis
     layer = "\n"  # begins no name
     for fqn, module in model.named_modules():
         parent = fqn.rpartition(".")[0]
+        # A module without ``fully_shard`` of its own is gathered by the nearest module above that has it.
         above = owner.get(model.get_submodule(parent)) if fqn else None
         owner[module] = module if is_fsdp_module(module) else above
         if fqn.startswith(layer) or isinstance(module, ScalingState):
@@ -91,7 +92,7 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", lis
 
 
 def tied_layers(model: torch.nn.Module) -> list[str]:
-    """Names of linear layers in high precision whose weight goes by another name, such as a head's an embedding has.
+    """Return names of linear layers in high precision whose weight goes by another name, such as a tied head's.
 
     Readers have a layer there, of which they have to know that it is not in float8.
     """
@@ -106,8 +107,10 @@ def tied_layers(model: torch.nn.Module) -> list[str]:
 
 
 def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:
-    """What a checkpoint calls the tensors of each part, by the part's name; see ``pieces_of``."""
+    """Return what a checkpoint calls the tensors of each part, by the part's name; see ``pieces_of``."""
     parts = list(parts)
+    # Experts that are stored as (E, K, N) are no linear layers as they are: only a model's
+    # own rule can name their parts.
     experts = {
         part.name: part.attribute
         for part in parts
@@ -117,7 +120,7 @@ def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:
 
 
 def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
-    """The weights of all experts as fprop reads them, one after the other: views of what was gathered."""
+    """Yield the weights of all experts as fprop reads them, one after the other: views of what was gathered."""
     module, weight = part.module, part.tensor
     if not isinstance(module, Float8Experts):
         raise RuntimeError(f"{part.name} is not a weight of experts")
@@ -136,7 +139,8 @@ def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
 
 
 def _gathered(part: torch.Tensor, weight: "DTensor", count: int) -> torch.Tensor:
-    """All experts' codes or scales, of those of this rank's experts."""
+    """Gather all experts' data or scales from those of this rank's experts."""
+    # Collectives do not take float8 everywhere; bytes are sent as they are.
     plain = part.contiguous().view(torch.uint8) if part.itemsize == 1 else part.contiguous()
     shape = torch.Size((count, *plain.shape[1:]))
     stride = (plain.shape[1] * plain.shape[2], plain.shape[2], 1)
@@ -147,7 +151,7 @@ def _gathered(part: torch.Tensor, weight: "DTensor", count: int) -> torch.Tensor
 
 
 def _dtype_of(part: Part, local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What fprop computes in; Float8ConfigError where ``dtype`` is None and nothing tells it."""
+    """Return the dtype that fprop computes in; Float8ConfigError where ``dtype`` is None and nothing tells it."""
     if dtype is None and local.dtype == torch.float32 and not isinstance(local, Float8Tensor):
         raise Float8ConfigError(
             f"{part.fqn}: its weight is float32, and its codes depend on what the forward computes in; give "
@@ -165,7 +169,7 @@ def _check_finite(part: Part, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
-    """A float8 layer's weight as its fprop reads it, whole, in memory of its own.
+    """Return a float8 layer's weight as its fprop reads it, whole, in memory of its own.
 
     Args:
         part: its weight, gathered.
@@ -173,7 +177,7 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
 
     Raises:
         Float8ConfigError: ``dtype`` is not given and nothing tells it.
-        Float8NumericsError: a code or a scale is NaN.
+        Float8NumericsError: an element or a scale is NaN.
     """
     layer, weight = part.module, part.tensor
     if not isinstance(layer, Float8Linear):
@@ -182,6 +186,8 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
     sources = sources_of(layer, recipe)
     local: torch.Tensor = weight
     if is_dtensor(weight):
+        # Tensor parallelism makes scales global in ``place``, together with x: an x [0, K]
+        # of no rows stands for it here.
         nothing = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         replicated = [torch.distributed.tensor.Replicate()]
         x = weight.from_local(nothing, weight.device_mesh, replicated, run_check=False)
@@ -192,11 +198,12 @@ def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
         raise RuntimeError(f"{part.name}: a weight whose fprop is in float8 has no codes")
     operand = _whole(operand, weight) if is_dtensor(weight) else operand
     _check_finite(part, operand.tensors)
+    # FSDP2 frees or overwrites the gathered memory that these are views of.
     return Operand.of(operand.format, *(tensor.clone() for tensor in operand.tensors))
 
 
 def _whole(part: Operand, weight: "DTensor") -> Operand:
-    """The operand of the whole weight, of this rank's tensor-parallel part of it."""
+    """Return the operand of the whole weight, from this rank's tensor-parallel part."""
     (placement,), mesh = weight.placements, weight.device_mesh
     if placement.is_replicate():
         return part
@@ -209,6 +216,7 @@ def _whole(part: Operand, weight: "DTensor") -> Operand:
     edge = (format.tile.rows, format.tile.cols)[dim]
     stored = part.scale_inv.view(torch.uint8) if part.scale_inv.itemsize == 1 else part.scale_inv
     scales = stored.new_zeros(format.tile.scale_shape((shape[0], shape[1])))
+    # torch.chunk's rule, by which DTensor shards. A part may begin within a tile, whose scale both ranks have.
     chunk = -(-shape[dim] // mesh.size())
     first = 0 if edge == ALL else min(mesh.get_local_rank() * chunk, shape[dim] - 1) // edge
     if part.data.numel():

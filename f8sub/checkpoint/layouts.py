@@ -32,12 +32,12 @@ _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 class Scheme(NamedTuple):
-    """One group of layers in compressed-tensors' configuration.
+    """Describes one group of layers in compressed-tensors' configuration.
 
     Attributes:
         format: compressed-tensors' name of the storage.
-        weights: its arguments of the weights.
-        inputs: likewise of the inputs, which an engine quantizes itself.
+        weights: its arguments for the weights.
+        inputs: its arguments for the inputs, which an engine quantizes itself.
     """
 
     format: str
@@ -63,7 +63,7 @@ _MXFP8 = Scheme(
 
 
 def scheme_of(format: Float8Format) -> Scheme | None:
-    """The scheme of compressed-tensors that holds a format; None where none does."""
+    """Return the scheme of compressed-tensors that holds a format; None where none does."""
     if format.dtype != torch.float8_e4m3fn or format.hadamard is not None:
         return None
     if format.scale_rule is ScaleRule.E8M0:
@@ -76,7 +76,7 @@ def scheme_of(format: Float8Format) -> Scheme | None:
 
 
 def why_not(layout: str, format: Float8Format, shape: tuple[int, int]) -> str | None:
-    """Why a layout cannot hold a weight of ``shape`` (N, K); None where it can."""
+    """Return why a layout cannot hold a weight of ``shape`` (N, K); None where it can."""
     if scheme_of(format) is None:
         if format.scale_rule.has_global:
             return (
@@ -98,7 +98,7 @@ def _is_aligned(shape: tuple[int, int]) -> bool:
 
 
 def natural_layout(weights: Mapping[str, tuple[Float8Format, tuple[int, int]]]) -> str:
-    """The layout that most readers read, of those that hold all the weights: formats and shapes by layer."""
+    """Return the layout that most readers read, of those that hold all the weights: formats and shapes by layer."""
     fits = all(why_not(FP8, *weight) is None and _is_aligned(weight[1]) for weight in weights.values())
     return FP8 if fits else COMPRESSED
 
@@ -131,15 +131,16 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
 
 
 def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
-    """One layer's tensors by their names in a layout.
+    """Return one layer's tensors by their names in a layout.
 
-    Codes are ``operand``'s own; a scale of a whole tensor is repeated for each row, since engines that fuse q, k and v
-    quantize weights of one scale each anew.
+    The quantized data are ``operand``'s own. A scale of a whole tensor is repeated for each row, since engines that
+    fuse q, k and v quantize weights with one scale again.
     """
     rows, _ = operand.shape
     if layout == FP8:
         return {"weight": operand.data, "weight_scale_inv": _grid(operand)}
     if operand.format.scale_rule is ScaleRule.E8M0:
+        # e8m0 is stored as the exponent's byte: safetensors' readers know no such dtype.
         return {"weight": operand.data, "weight_scale": operand.scale_inv.view(torch.uint8)}
     if operand.format.tile.cols == ALL:
         return {"weight": operand.data, "weight_scale": operand.scale_inv.expand(rows, 1).contiguous()}
@@ -147,10 +148,11 @@ def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
 
 
 def rows_of(tensors: dict[str, torch.Tensor], rows: slice | None) -> dict[str, torch.Tensor]:
-    """``tensors_of`` some rows of a layer, in memory of their own; None for all, as they are."""
+    """Return some rows of a layer's tensors, in memory of their own; None for all, as they are."""
     if rows is None:
         return tensors
     whole = len(tensors["weight"])
+    # Scales per row are cut as the rows are; those of blocks, which are fewer, by the block.
     blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
     parts = {leaf: tensor[rows if len(tensor) == whole else blocks] for leaf, tensor in tensors.items()}
     return {leaf: part.clone(memory_format=torch.contiguous_format) for leaf, part in parts.items()}
@@ -172,7 +174,7 @@ def check_rows(layer: str, format: Float8Format, rows: slice | None) -> None:
 def quantization_config(
     layout: str, formats: Mapping[str, Float8Format], in_high_precision: Sequence[str]
 ) -> dict[str, Any]:
-    """``quantization_config`` of a ``config.json``.
+    """Return the ``quantization_config`` of a ``config.json``.
 
     Args:
         layout: one of ``LAYOUTS``.
@@ -201,6 +203,7 @@ def quantization_config(
             of_scheme.append(fqn)
     groups = {
         f"group_{index}": {
+            # One group for all is what compressed-tensors writes itself, and engines need not match names.
             "targets": ["Linear"] if len(schemes) == 1 else sorted(fqns),
             "weights": scheme.weights,
             "input_activations": scheme.inputs,
@@ -226,7 +229,7 @@ def _is_square(format: Float8Format) -> bool:
 
 
 def _grid(operand: Operand) -> torch.Tensor:
-    """Scales of squares, each repeated for every square of ``BLOCK`` in it: float32, (N / 128, K / 128), rounded up."""
+    """Repeat scales of squares for every square of ``BLOCK`` in them: float32, (N / 128, K / 128), rounded up."""
     times = operand.format.tile.rows // BLOCK
     down, across = (-(-extent // BLOCK) for extent in operand.shape)
     grid = operand.scale_inv.repeat_interleave(times, 0).repeat_interleave(times, 1)
@@ -243,9 +246,9 @@ _MADE_ANEW = "Llama4TextExperts"
 def unread_by_transformers(
     formats: Mapping[str, Float8Format], of_experts: Sequence[str], classes: Collection[str]
 ) -> str | None:
-    """What transformers 5.23 cannot read of a model in the layout of compressed-tensors; None where it reads all.
+    """Return what transformers 5.23 cannot read in the layout of compressed-tensors; None where it reads all.
 
-    Source: ``CompressedTensorsDequantize`` of its integration, which multiplies experts' codes by their scales as they
+    Source: ``CompressedTensorsDequantize`` of its integration, which multiplies experts' data by their scales as they
     are, and reads all layers by the first group.
 
     Args:
@@ -277,7 +280,7 @@ def unread_by_transformers(
 def warn_of_engines(
     formats: Mapping[str, Float8Format], others: Sequence[str], parameters: Sequence[str]
 ) -> None:
-    """Warn of what engines cast anew, refuse or leave out.
+    """Warn of what engines quantize again, refuse or leave out.
 
     Args:
         formats: of the float8 layers, by full name.

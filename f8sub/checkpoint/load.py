@@ -102,6 +102,8 @@ def load_float8(
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]
         _check_memory(parts, device)
+        # Everything that can be wrong with names, shapes and scales is found from here on,
+        # before the first value is written.
         sources = _matched(whole, parts, checkpoint, rename, strict)
         for part, of_part in sources.items():
             for source in of_part:
@@ -110,6 +112,8 @@ def load_float8(
         converted = (part.module.__dict__.get("converted") for part in sources)
         conversions = {each for each in converted if isinstance(each, Conversion)}
         for conversion in conversions:
+            # Guests finish what a state dict holds: a delayed history that is still on its way
+            # would overwrite what is loaded.
             conversion.settle()
         again = []
         names = (progress or iter)([part.name for part in sources])
@@ -123,6 +127,7 @@ def load_float8(
             if part.format is not None and not all(exact):
                 again.append(part.fqn)
         for conversion in conversions:
+            # Scales of the old values are out of date on every rank alike, like after load_state_dict.
             conversion.loaded()
         reread_shards(p.module for p in sources if isinstance(p.module, Float8Linear) or p in experts)
         for part in sources:
@@ -158,7 +163,7 @@ def _check_memory(parts: Iterable[Part], device: torch.device | str | None) -> N
 
 
 def _give_memory(part: Part, device: torch.device | str | None) -> None:
-    """Take a parameter or buffer from meta to its device."""
+    """Move a parameter or buffer from meta to its device."""
     tensor = part.tensor
     if not local_tensor(tensor).is_meta:
         return
@@ -178,7 +183,7 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
 def _matched(
     model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename | None, strict: bool
 ) -> dict[Part, list[Source]]:
-    """The sources of every parameter, or of what is there of it; names of one side alone are an error if ``strict``."""
+    """Find the sources of every parameter, or of what is there of it; names of one side are an error if ``strict``."""
     found: dict[Part, list[Source]] = {}
     missing = []
     unexpected, absent = _ignored(model)
@@ -210,6 +215,7 @@ def _matched(
         used |= {
             name for each in sources for source in each for name in (source.piece.name, source.scale) if name
         }
+    # Static scales of activations stand beside a float8 layer, or beside the module that the layers are in.
     layers = {s.piece.name.removesuffix(".weight") for of_part in found.values() for s in of_part if s.scale}
     layers |= {layer.rpartition(".")[0] for layer in layers}
     unused = sorted(
@@ -220,6 +226,7 @@ def _matched(
         and not is_of_activations(name, layers)
     )
     if missing:
+        # The better error first: such a method's files have other names for every weight.
         refuse_other_methods(checkpoint.folder / CONFIG, checkpoint.config)
     if missing or unused:
         _tell(missing, unused, strict)
@@ -227,7 +234,7 @@ def _matched(
 
 
 def _ignored(model: torch.nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Patterns of names that a file alone, and that the model alone may have: transformers' loader asks for them, too.
+    """Return patterns of names that only a file, and that only the model may have, as transformers' loader has them.
 
     Source of the two buffers' names: ``_adjust_missing_and_unexpected_keys`` of transformers 5.
     """
@@ -244,7 +251,7 @@ def _ignored(model: torch.nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 
 
 def _tell(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
-    """Say which names one side has alone: an error if ``strict``, or else a warning of all of them."""
+    """Report names that one side alone has: an error if ``strict``, or else a warning of all of them."""
     if not strict:
         lacks = f"lacks {', '.join(missing)}, which keep the values that they had" if missing else ""
         has = f"has {', '.join(unused)}, which the model has not" if unused else ""
@@ -255,6 +262,7 @@ def _tell(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
         )
         return
     first = missing[0] if missing else ""
+    # The usual difference is a prefix: then the error shows the ``rename`` that mends it.
     before = next((name.removesuffix(first) for name in unused if first and name.endswith(f".{first}")), "")
     known = f"lambda name: {before!r} + name" if before else ""
     raise Float8ConfigError(
@@ -264,7 +272,7 @@ def _tell(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
 
 
 def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> Source:
-    """How a tensor is read; Float8ConfigError where it has no scales, or is of a dtype that is no number without."""
+    """Return how a tensor is read; Float8ConfigError where float8 has no scales, or a dtype is no number without."""
     dtype = checkpoint.slice_of(piece.name).get_dtype()
     if dtype == "F8_E4M3":
         layer, file = piece.name.removesuffix(".weight"), checkpoint.folder / CONFIG
@@ -306,14 +314,14 @@ def _check_shapes(part: Part, source: Source, checkpoint: Checkpoint) -> None:
 
 
 def _plan_of_codes(part: Part, source: Source, scales: torch.Tensor) -> Plan | None:
-    """The plan of a layer that keeps the file's codes; None of a parameter that takes their values."""
+    """Return the plan of a layer that keeps the file's data; None for a parameter that takes their values."""
     if not isinstance(part.module, Float8Linear) or not can_hold(part.module, source.tile):
         return None
     return plan_for(part.module, is_power_of_2=are_powers_of_2(scales))
 
 
 def _scales_of(source: Source, checkpoint: Checkpoint) -> torch.Tensor:
-    """All scales of a tensor, float32, (tiles along N, tiles along K)."""
+    """Read all scales of a tensor, float32, (tiles along N, tiles along K)."""
     scales: torch.Tensor = checkpoint.read(source.scale or "")
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
@@ -326,14 +334,15 @@ def _scales_of(source: Source, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 def _hold(part: Part, held: Held, sources: list[Source], checkpoint: Checkpoint) -> None:
-    """Read this rank's experts, and make them be the file's codes."""
+    """Read this rank's experts, and turn their weight into the file's data."""
     experts = _local_slices(part.tensor)[0]
     here = [s.piece.name for s in in_order(sources) if experts.start <= (s.piece.expert or 0) < experts.stop]
     hold_experts(part, held, [_codes(checkpoint.read(name), name) for name in here], experts.start)
 
 
 def _codes(codes: torch.Tensor, name: str) -> torch.Tensor:
-    """The codes; Float8NumericsError where one of them is NaN or, in e5m2, infinite."""
+    """Return the float8 data; Float8NumericsError where one of them is NaN or, in e5m2, infinite."""
+    # Without the sign: e4m3's only NaN is 0x7F; e5m2's infinity is 0x7C, and its NaN 0x7D to 0x7F.
     beyond = 0x7C if codes.dtype == torch.float8_e5m2 else 0x7F
     if bool(((codes.view(torch.uint8) & 0x7F) >= beyond).any()):
         raise Float8NumericsError(
@@ -343,7 +352,7 @@ def _codes(codes: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
-    """Write this rank's part of a tensor; whether a layer that multiplies it has the values that the file has."""
+    """Write this rank's part of a tensor, and return whether a layer that multiplies it has the file's own values."""
     local, where = local_tensor(part.tensor), _local_slices(part.tensor)
     if source.piece.rows is not None:
         found = _in_expert(local, where, source.piece)
@@ -352,6 +361,7 @@ def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
         local, where = found
     stored = checkpoint.slice_of(source.piece.name)
     if source.scale is None:
+        # A slice of a file reads only its bytes, so a rank reads its own part of each tensor.
         local.copy_(stored[where] if where else stored[...])
         return True
     codes = _codes(stored[where], source.piece.name)
@@ -366,16 +376,18 @@ def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
         return True
     for dim, (edge, at) in enumerate(zip((source.tile.rows, source.tile.cols), where, strict=True)):
         if edge != ALL:
+            # One scale for each row (column) of this rank's part, by its place in the whole weight.
             tiles = torch.arange(at.start, at.stop, dtype=torch.int64, device="cpu") // edge
             scales = scales.index_select(dim, tiles)
     local.copy_(codes.float() * scales)
     if format is None or format.tile != source.tile or format.dtype != torch.float8_e4m3fn:
         return False
+    # Tiles and rule as in the file: casting these values again finds the same scales, so the same data.
     return format.scale_rule.is_power_of_2 == is_power_of_2
 
 
 def _in_expert(local: torch.Tensor, where: Where, piece: Piece) -> tuple[torch.Tensor, Where] | None:
-    """What this rank has of an expert's rows, and where that lies in the piece; None where it has nothing of them."""
+    """Return what this rank has of an expert's rows, and where that is in the piece; None for nothing."""
     experts, rows, cols = where
     if piece.rows is None or piece.expert is None or not experts.start <= piece.expert < experts.stop:
         return None
@@ -387,7 +399,7 @@ def _in_expert(local: torch.Tensor, where: Where, piece: Piece) -> tuple[torch.T
 
 
 def _local_slices(tensor: torch.Tensor) -> Where:
-    """Where this rank's part of a DTensor lies in the whole; all of any other tensor."""
+    """Return where this rank's part of a DTensor is in the whole; all of any other tensor."""
     if not is_dtensor(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = place_in_whole(tensor)

@@ -1,4 +1,4 @@
-"""Codes of a checkpoint in the place of frozen weights of linear layers and of experts, which then have no values."""
+"""A checkpoint's float8 data in place of frozen weights of linear layers and of experts, which then have no values."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +25,13 @@ from f8sub.weights.weight import local_tensor
 
 
 def are_powers_of_2(scales: torch.Tensor) -> bool:
-    """Whether all of them, float32, are."""
+    """Return whether all these scales, float32, are powers of two."""
+    # A power of two has no bits in float32's mantissa of 23.
     return bool(((scales.view(torch.int32) & 0x7FFFFF) == 0).all())
 
 
 def can_hold(layer: torch.nn.Module, tile: Tile) -> bool:
-    """Whether a layer's weight may be a checkpoint's e4m3 codes with scales of ``tile``, and nothing else.
+    """Return whether a layer's weight may be only a checkpoint's e4m3 data with scales of ``tile``.
 
     It is frozen, was converted with ``primary_weights=True``, and its recipe has the checkpoint's tiles.
     """
@@ -46,7 +47,7 @@ def can_hold(layer: torch.nn.Module, tile: Tile) -> bool:
 
 
 def check_not_gathered(module: Any, name: str = "weight") -> None:
-    """Check that FSDP2 has nothing of a weight that is to become codes; Float8ConfigError where it has."""
+    """Check that FSDP2 gathered nothing of a weight that is to become float8 data; else Float8ConfigError."""
     shard = module.converted.record_of(module, name).shard
     if shard is not None and shard.gathers:
         raise Float8ConfigError(
@@ -56,7 +57,7 @@ def check_not_gathered(module: Any, name: str = "weight") -> None:
 
 
 def plan_for(layer: Float8Linear, *, is_power_of_2: bool) -> Plan | None:
-    """The plan of a layer whose weight has the scales of a checkpoint; None where its recipe cannot read these.
+    """Return the plan of a layer whose weight has a checkpoint's scales; None where its recipe cannot read these.
 
     Raises:
         Float8ConfigError: the backend that was asked for has no such product.
@@ -69,8 +70,9 @@ def plan_for(layer: Float8Linear, *, is_power_of_2: bool) -> Plan | None:
 
 
 def recipe_for(recipe: Recipe, *, is_power_of_2: bool) -> Recipe | None:
-    """A recipe whose weights have the scales of a checkpoint, those of x and dy as they were; None where none can."""
+    """Return a recipe whose weights have a checkpoint's scales, x and dy as they were; None where there is none."""
     row, col = recipe.formats("w")
+    # Powers of two are float32 scales too, so a recipe of either kind reads them.
     if row is None or is_power_of_2 or row.scale_rule is ScaleRule.FLOAT:
         return recipe
     if row.scale_rule is not ScaleRule.POWER_OF_2:
@@ -79,6 +81,8 @@ def recipe_for(recipe: Recipe, *, is_power_of_2: bool) -> Recipe | None:
     reads: dict[str, Any] = {"fprop": replace(recipe.fprop, b=row)}
     if col is not None:
         col = replace(col, scale_rule=ScaleRule.FLOAT)
+        # dgrad's columnwise operand is derived from these data, which needs square tiles
+        # unless scales are powers of two.
         if why_not_derivable(row, col) is not None:
             return None
         reads["dgrad"] = replace(recipe.dgrad, b=col)
@@ -86,7 +90,7 @@ def recipe_for(recipe: Recipe, *, is_power_of_2: bool) -> Recipe | None:
 
 
 def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, int]) -> None:
-    """Make a layer's weight be codes, in memory of their own.
+    """Turn a layer's weight into float8 data, in memory of their own.
 
     Args:
         layer: one that ``can_hold`` them.
@@ -100,7 +104,7 @@ def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, i
 
 
 def put(module: Any, name: str, operand: Operand, offset: tuple[int, int]) -> None:
-    """Put codes in a weight's place; its record is the one that its module entered last. See ``hold``."""
+    """Put float8 data in a weight's place; its record is the one that its module entered last. See ``hold``."""
     record, weight = module.converted.record_of(module, name), getattr(module, name)
     local: Any = local_tensor(weight)
     if isinstance(local, MasterWeight):
@@ -113,13 +117,14 @@ def put(module: Any, name: str, operand: Operand, offset: tuple[int, int]) -> No
     primary = local.primary
     primary.record = record
     if is_dtensor(weight):
+        # A shard exists only once FSDP2 asks for the weight: it takes the data over then.
         primary.drop(LoadedCodes(operand, offset))
     else:
         primary.drop(Float8Tensor(operand, None, primary.dtype))
 
 
 class Held(NamedTuple):
-    """A weight of experts that keeps the file's codes.
+    """Describes a weight of experts that keeps the file's data.
 
     Attributes:
         plan: of its module, whose recipe reads the file's scales.
@@ -133,7 +138,7 @@ class Held(NamedTuple):
 def held_experts(
     sources: Mapping[Part, Sequence[Source]], scales_of: Callable[[Source], torch.Tensor]
 ) -> dict[Part, Held]:
-    """The weights of experts that keep codes: those of modules whose every weight can.
+    """Return the weights of experts that keep the file's data: those of modules whose every weight can.
 
     Args:
         sources: of every parameter.
@@ -151,6 +156,7 @@ def held_experts(
         if len(parts) < len(module.weights) or not all(_can_hold(part, sources[part]) for part in parts):
             continue
         matrices = {part: torch.cat([scales_of(each) for each in in_order(sources[part])]) for part in parts}
+        # One plan serves all weights of a module, so one of them decides for all.
         is_power_of_2 = all(are_powers_of_2(scales) for scales in matrices.values())
         recipe = recipe_for(module.plan.recipe, is_power_of_2=is_power_of_2)
         if recipe is None:
@@ -165,14 +171,14 @@ def held_experts(
 
 
 def in_order(sources: Sequence[Source]) -> list[Source]:
-    """By expert, and by the rows of each."""
+    """Sort sources by expert, and by the rows of each."""
     return sorted(
         sources, key=lambda each: (each.piece.expert or 0, each.piece.rows.start if each.piece.rows else 0)
     )
 
 
 def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
-    """Whether a weight is frozen and primary, and its codes lie in the file as they are multiplied."""
+    """Return whether a weight is frozen and primary, and the file has its data as they are multiplied."""
     module, weight = part.module, part.tensor
     if not isinstance(module, Float8Experts) or weight.requires_grad or not is_primary(weight):
         return False
@@ -198,11 +204,11 @@ def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
 
 
 def hold_experts(part: Part, held: Held, codes: Sequence[torch.Tensor], first: int) -> None:
-    """Make a weight be codes, in memory of their own.
+    """Turn a weight of experts into float8 data, in memory of their own.
 
     Args:
         part: one of ``held_experts``.
-        held: what that says of it.
+        held: what that returned for it.
         codes: of this rank's experts, (rows, K), in their order.
         first: this rank's first expert.
     """
@@ -215,6 +221,7 @@ def hold_experts(part: Part, held: Held, codes: Sequence[torch.Tensor], first: i
     format, local = module.format_of(part.attribute), local_tensor(weight)
     if format is None:
         raise RuntimeError(f"{part.name} is read in high precision")
+    # A rank may have no expert, and cat takes no empty list.
     none = torch.empty((0, weight.shape[-1]), dtype=format.dtype, device="cpu")
     data = torch.cat([none, *codes]).to(local.device)
     scales = held.scales.to(local.device, format.scale_rule.stored_as)

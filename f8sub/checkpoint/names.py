@@ -1,8 +1,8 @@
-"""What a model's parameters are called in a checkpoint, where one parameter may be many tensors.
+"""The names that a model's parameters have in a checkpoint, where one parameter may be many tensors.
 
 transformers 5 keeps the weights of all experts in one parameter, gate and up in the same one, and a checkpoint has a
 linear layer for each expert's gate, up and down. Its own rule of how they are split is what ``save_pretrained`` calls.
-That rule is asked here with numbers of rows in place of values, and so holds for codes and scales too.
+That rule is asked here with numbers of rows in place of values, and so holds for float8 data and scales too.
 
 Of a tensor that a model has under several names, a checkpoint may hold all of them, or any one.
 """
@@ -29,7 +29,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class Piece(NamedTuple):
-    """A tensor of a checkpoint, and what it is of a parameter.
+    """A tensor of a checkpoint, and which part of a parameter it is.
 
     Attributes:
         name: in the checkpoint.
@@ -47,7 +47,7 @@ Pieces = dict[str, list[Piece]]
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model in a DistributedDataParallel, or in what ``torch.compile`` returned."""
+    """Return the model in a DistributedDataParallel, or in what ``torch.compile`` returned."""
     while True:
         inner = (
             model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
@@ -59,19 +59,19 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def without_wrappers(name: str) -> str:
-    """A name without the segments of wrappers."""
+    """Return a name without the segments of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def pieces_of(model: torch.nn.Module, shapes: Shapes, experts: Mapping[str, str]) -> Pieces:
-    """The checkpoint's tensors of each parameter and buffer.
+    """Return the checkpoint's tensors for each parameter and buffer.
 
     Args:
         model: one of transformers, whose own rule holds; or any other.
         shapes: of its parameters and buffers, by name.
-        experts: names of the weights of three dimensions, (E, N, K), one matrix an expert; with what stands in a name
+        experts: names of the weights of three dimensions, (E, N, K), one matrix per expert; with what stands in a name
             for an expert's layer where the model has no rule: of "layers.0.experts.w1", "w1" makes the name
             "layers.0.experts.5.w1.weight".
     """
@@ -89,7 +89,7 @@ def pieces_of(model: torch.nn.Module, shapes: Shapes, experts: Mapping[str, str]
 
 
 def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
-    """By the rule of transformers; None where the model is none of its models."""
+    """Return the pieces by the rule of transformers; None where the model is none of its models."""
     transformers: Any = sys.modules.get("transformers")  # which made the model, if it is one
     inner = model._modules.get("_orig_mod") or model
     if transformers is None or not isinstance(inner, transformers.PreTrainedModel):
@@ -98,6 +98,7 @@ def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
 
     # A number for each row, and for each part of an expert's: no rule that is known looks along the last dimension.
     sizes = {name: _counted(shape) for name, shape in shapes.items()}
+    # Numbers are unique over the model, so each one tells the parameter that a reverted tensor came from.
     firsts = dict(zip(sizes, itertools.accumulate(map(math.prod, sizes.values()), initial=0), strict=False))
     numbers = {
         name: torch.arange(first, first + math.prod(sizes[name]), dtype=torch.int64, device="cpu").view(
@@ -113,6 +114,7 @@ def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
     for name, tensor in reverted.items():
         if not tensor.numel():
             continue
+        # Its first number: parameters begin at ``starts``, so the last start before it is its parameter's.
         first = int(tensor.flatten()[0])
         source = of_number[starts[bisect.bisect_right(starts, first) - 1]]
         found.setdefault(source, []).append(_piece(name, tensor, numbers[source], shapes[source]))
@@ -160,13 +162,14 @@ def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _piece(name: str, found: torch.Tensor, whole: torch.Tensor, shape: tuple[int, ...]) -> Piece | None:
-    """What a tensor of numbers is of a parameter; None where it is no part that is read as it lies."""
+    """Return the part of a parameter that a tensor of numbers is; None where it is no run of its rows."""
     keeps_shape, found, count = found.dim() == whole.dim(), found.flatten(), found.numel()
     if keeps_shape and torch.equal(found, whole.flatten()):
         return Piece(name)
     first = int(found[0] - whole.flatten()[0])
     if len(shape) != 3 or not torch.equal(found, whole.flatten()[first : first + count]):
         return None
+    # ``whole`` counts (E, parts per expert, 1): the number is expert * parts + part.
     expert, part = divmod(first, whole.shape[1])
     rows = shape[1] // whole.shape[1]
     return (
@@ -177,7 +180,7 @@ def _piece(name: str, found: torch.Tensor, whole: torch.Tensor, shape: tuple[int
 
 
 def other_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """The other names of each tied parameter or buffer, by the first one."""
+    """Return the other names of each tied parameter or buffer, by the first one."""
     names: dict[torch.Tensor, list[str]] = {}
     for found in (
         model.named_parameters(remove_duplicate=False),

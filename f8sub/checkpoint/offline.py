@@ -1,4 +1,4 @@
-"""From a finished checkpoint in high precision to the codes that training multiplied, on a CPU."""
+"""Exports a finished checkpoint in high precision as the float8 data that training multiplied, on a CPU."""
 
 import json
 import os
@@ -87,6 +87,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     source, target = Path(checkpoint), Path(folder)
     check_target(target)
     convert_to_float8(model, recipe=recipe, skip=skip, skip_defaults=skip_defaults, experts=experts)
+    # On meta: shapes and formats say what is written, before anything is read.
     exported = examined(model, layout, dtype)
     warn_of_transformers(model, exported)
     with opened(source) as found:
@@ -106,7 +107,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
 
 
 class _Source(NamedTuple):
-    """Where a parameter or buffer, or the matrix of one expert, is in the checkpoint.
+    """A parameter or buffer, or the matrix of one expert, with its place in the checkpoint.
 
     Attributes:
         part: the parameter.
@@ -128,7 +129,7 @@ def _matched(
     source: Path,
     prefix: str | None,
 ) -> list[_Source]:
-    """The sources of all that is written, in the checkpoint's order, so that files are read once and forward."""
+    """Return the sources of all that is written, in the checkpoint's order, so that files are read once and forward."""
     there = set(found)
     parts = [part for _, parts in blocks_of(model) for part in parts]
     if prefix is None:
@@ -190,6 +191,7 @@ def _cast(
             values = [found.read(name) for name in source.names]
             value = values[0] if len(values) == 1 else torch.cat(values)
         else:
+            # A tensor of all experts is read once, and let go when the next one begins.
             whole = whole if at in whole else {at: found.read(at)}
             value = whole[at][source.expert]
         is_parameter = source.part.attribute in source.part.module._parameters
@@ -200,6 +202,7 @@ def _cast(
         pieces = source.pieces
         layer = pieces[0].name.removesuffix(".weight")
         format = exported.formats.get(layer) if pieces[0].name != layer else None
+        # The order of training: round to the forward's dtype, then take the amax and cast.
         value = value.to(dtype) if is_parameter else value
         if format is None:
             for piece in pieces:

@@ -1,7 +1,4 @@
-"""How a float8 checkpoint's tensors are to be read, by its names and its ``config.json``.
-
-``described`` gives the blocks of e4m3 codes by a ``config.json``, which must describe such codes.
-"""
+"""Reads from a checkpoint's names and its ``config.json`` how its float8 tensors are to be read."""
 
 import re
 from collections.abc import Collection
@@ -35,7 +32,7 @@ class Source(NamedTuple):
     """A tensor of the checkpoint that a parameter, or a part of one, comes from.
 
     Attributes:
-        piece: its name, and of what it is.
+        piece: its name, and the part of the parameter that it is.
         scale: name of the scales; None for a tensor that is not in float8.
         tile: the block of elements that share a scale.
     """
@@ -46,12 +43,12 @@ class Source(NamedTuple):
 
 
 def scale_of(name: str, checkpoint: Collection[str], config: dict[str, Any]) -> str:
-    """The name of the scales of the codes ``name``.
+    """Return the name of the scales of the float8 weight ``name``.
 
     Args:
-        name: of a weight's codes.
+        name: of the weight.
         checkpoint: names of all its tensors.
-        config: what its ``config.json`` holds, which describes the codes.
+        config: what its ``config.json`` holds, which describes float8.
 
     Raises:
         Float8ConfigError: there are none; it names what this file would call them.
@@ -68,7 +65,7 @@ def scale_of(name: str, checkpoint: Collection[str], config: dict[str, Any]) -> 
 
 
 def is_of_activations(name: str, modules: Collection[str]) -> bool:
-    """Whether a tensor is a static scale of activations.
+    """Return whether a tensor is a static scale of activations.
 
     Args:
         name: of the tensor.
@@ -79,7 +76,7 @@ def is_of_activations(name: str, modules: Collection[str]) -> bool:
 
 
 def tile_of(layer: str, config: dict[str, Any]) -> Tile:
-    """The blocks of a layer's scales, as ``config.json`` says.
+    """Return the blocks of a layer's scales, as ``config.json`` describes them.
 
     Raises:
         Float8ConfigError: it says nothing, or something that f8sub does not read.
@@ -106,6 +103,7 @@ def _tile_of(layer: str, quantization: dict[str, Any]) -> Tile:
         return Tile(ALL, ALL)
     weights: dict[str, Any] = {}
     if method == "compressed-tensors":
+        # The first group that names the layer: compressed-tensors' own order.
         groups = quantization.get("config_groups", {}).values()
         weights = next(
             (g.get("weights") or {} for g in groups if any(_targets(t, layer) for t in g["targets"])), {}
@@ -128,6 +126,7 @@ def _tile_of(layer: str, quantization: dict[str, Any]) -> Tile:
 
 def _targets(target: str, layer: str) -> bool:
     if target.startswith("re:"):
+        # compressed-tensors matches patterns from the beginning of a name.
         return re.match(target[3:], layer) is not None
     return target in ("Linear", layer)
 
@@ -160,7 +159,7 @@ def refuse_other_methods(file: Path, config: dict[str, Any]) -> None:
 
 
 def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
-    """The blocks of a layer's scales.
+    """Return the blocks of a layer's scales, after checks that ``config.json`` describes e4m3.
 
     Args:
         layer: its weight is stored in e4m3.
@@ -168,7 +167,7 @@ def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
         config: what it holds.
 
     Raises:
-        Float8ConfigError: it describes no blocks, or codes of another kind, which e4m3 codes beside it cannot be.
+        Float8ConfigError: it describes no blocks, or data of another kind, which e4m3 beside it cannot be.
     """
     try:
         tile = tile_of(layer, config)
@@ -194,7 +193,7 @@ def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
 
 
 def _group_of(layer: str, quantization: dict[str, Any]) -> dict[str, Any]:
-    """The group of compressed-tensors that describes a layer; an empty one of another method."""
+    """Return the group of compressed-tensors that describes a layer; {} for another method."""
     if quantization["quant_method"] != "compressed-tensors":
         return {}
     for name, group in quantization["config_groups"].items():

@@ -1,4 +1,4 @@
-"""Checkpoints that are read one tensor, or a part of one, at a time."""
+"""Reads checkpoints one tensor, or a part of one, at a time."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ class Checkpoint:
         return len(self._where)
 
     def slice_of(self, name: str) -> Any:
-        """A tensor of which nothing was read yet, with ``get_shape``, ``get_dtype`` and indices."""
+        """Return a tensor of which nothing was read yet, with ``get_shape``, ``get_dtype`` and indices."""
         file = self._where[name]
         try:
             return self._open(file).get_slice(name)
@@ -72,11 +72,11 @@ class Checkpoint:
             ) from error
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, of which no value is read."""
+        """Return a tensor's shape, without reading a value."""
         return tuple(self.slice_of(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         values: torch.Tensor = self.slice_of(name)[...]
         return values
 
@@ -104,6 +104,7 @@ class Checkpoint:
                 raise Float8ConfigError(
                     f"{self.folder / file} is cut short or no safetensors file: {error}{_pointer(self.folder / file)}"
                 ) from error
+            # Files stay open, mapped into memory: a model of hundreds of files is read tensor by tensor.
             self._files[file] = self._stack.enter_context(opened)
         return self._files[file]
 
@@ -133,12 +134,12 @@ class DcpCheckpoint:
         return iter(self._entries)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape; Float8ConfigError where the index's parts of it do not cover it."""
+        """Return a tensor's shape; Float8ConfigError where the index's parts of it do not cover it."""
         self._reader.check(name)
         return tuple(self._entries[name].size)
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor; Float8ConfigError where the files do not have all of it."""
+        """Read a whole tensor; Float8ConfigError where the files do not have all of it."""
         self._reader.check(name)
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -147,6 +148,7 @@ class DcpCheckpoint:
         found = {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")}
         try:
             with warnings.catch_warnings():
+                # no_dist=True asks for exactly that.
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(found, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, Exception) as error:  # a damaged file fails in every way
@@ -159,7 +161,7 @@ class DcpCheckpoint:
 
 
 def opened(folder: Path) -> Checkpoint | DcpCheckpoint:
-    """A checkpoint of either kind.
+    """Open a checkpoint of either kind.
 
     Raises:
         Float8ConfigError: it is none, or a damaged one.
@@ -170,7 +172,7 @@ def opened(folder: Path) -> Checkpoint | DcpCheckpoint:
 
 
 def prefix_of(there: Collection[str], wanted: Collection[str]) -> str:
-    """What stands before the model's names in a checkpoint, such as "model.".
+    """Return the prefix of the model's names in a checkpoint, such as "model.".
 
     Args:
         there: names in the checkpoint.
@@ -185,6 +187,7 @@ def prefix_of(there: Collection[str], wanted: Collection[str]) -> str:
         found = {name.removesuffix(first) for name in names if name.endswith(f".{first}")}
         if found or first in names:
             break
+    # A name such as "norm.weight" ends many others: the prefix is the one with which most names are there.
     fits = {prefix: sum(prefix + name in names for name in wanted) for prefix in ("", *sorted(found))}
     if fits[""] == len(wanted):
         return ""
@@ -198,7 +201,7 @@ def prefix_of(there: Collection[str], wanted: Collection[str]) -> str:
 
 
 def json_of(folder: Path, name: str) -> dict[str, Any]:
-    """What a file of JSON holds.
+    """Return the object in a file of JSON.
 
     Raises:
         Float8ConfigError: it is not there, or no JSON object.
@@ -215,14 +218,14 @@ def json_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _pointer(file: Path) -> str:
-    """What to do where git left a pointer in a file's place."""
+    """Return the advice for a file in whose place git left a pointer; "" for any other."""
     with file.open("rb") as opened:
         is_pointer = opened.read(20).startswith(b"version https://git-")
     return "; it is a pointer of git-lfs, and git lfs pull fetches the file" if is_pointer else ""
 
 
 def _instead(folder: Path) -> str:
-    """What a folder has that is no checkpoint yet, or of another kind."""
+    """Return a note on what a folder has that is no checkpoint yet, or of another kind; "" for neither."""
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         return "; it has a pickled checkpoint, which load_state_dict of a model in high precision reads"
     if any(folder.glob("*.distcp")):
@@ -231,6 +234,6 @@ def _instead(folder: Path) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of many names."""
+    """Return the first of many names."""
     shown = ", ".join(names[:3]) or "nothing"
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -75,6 +75,7 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
     written["quantization_config"] = exported.config(rename)
     text = json.dumps(written, indent=2, sort_keys=True, default=as_json)
     warn_of_transformers(model, exported)
+    # Only one rank sees the folder, and if it alone raised, the others would wait in the first all-gather for ever.
     _together(lambda: check_target(Path(folder)), group)
     is_writer, failure = _is_writer(group), None
     tensors = stream(model, exported, dtype, rename, progress if is_writer else None)
@@ -115,13 +116,14 @@ def warn_of_transformers(model: torch.nn.Module, exported: Exported) -> None:
 
 
 def as_json(value: object) -> str:
-    """What ``config.json`` has for a value that JSON has not; Float8ConfigError for any but a dtype."""
+    """Return the text that ``config.json`` has for a dtype; Float8ConfigError for any other value unknown to JSON."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     raise Float8ConfigError(f"config has {value!r}, which JSON does not hold")
 
 
 def _is_writer(group: dist.ProcessGroup | None) -> bool:
+    # The group's first rank, which need not be the job's.
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
@@ -154,7 +156,7 @@ def _raise(error: OSError | None) -> None:
 
 
 def config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What transformers reads of a model; nothing where the model is none of its own."""
+    """Return the config that transformers reads with a model; {} where the model is none of its own."""
     model = model._modules.get("_orig_mod") or model  # what torch.compile returned was sharded
     own: Any = getattr(model, "config", None)
     config = dict(own.to_dict()) if hasattr(own, "to_dict") else {}
@@ -172,7 +174,7 @@ def config_of(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, An
 def write(
     target: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: str, shard_bytes: int
 ) -> OSError | None:
-    """Write all files beside ``target``, then give the folder its name; the error, if there was one.
+    """Write all files beside ``target``, then give the folder its name; return the error, if there was one.
 
     What is left of ``tensors`` is taken in any case: gathering them is a collective.
     """
@@ -180,11 +182,13 @@ def write(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        # mkdtemp makes a folder that its owner alone may read.
         partial.chmod(0o755)
         _write_files(partial, tensors, shard_bytes)
         (partial / "config.json").write_text(config + "\n")
         for path in (*partial.iterdir(), partial):
             _sync(path)
+        # A rename is atomic: readers see no folder or a complete one.
         partial.replace(target)
     except OSError as error:
         deque(tensors, maxlen=0)
@@ -204,12 +208,14 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
             _write_file(folder, len(files), pending)
             files.append(list(pending))
             pending, size = {}, 0
+        # On the CPU: a file of several GB is collected here, one block at a time, and a GPU has no room for that.
         pending[name] = tensor.cpu().contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
     _write_file(folder, len(files), pending)
     files.append(list(pending))
     where = {}
     for index, names in enumerate(files):
+        # How many files there are is known only now, and is part of each name.
         called = "model" if len(files) == 1 else f"model-{index + 1:05}-of-{len(files):05}"
         (folder / f"part-{index}").rename(folder / f"{called}.safetensors")
         where.update(dict.fromkeys(names, f"{called}.safetensors"))
@@ -221,7 +227,7 @@ def _write_files(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shar
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk: some disks say only then that they are full."""
+    """Wait until a file, or a folder's list of files, is on the disk: only then do some disks report being full."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

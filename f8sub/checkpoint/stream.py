@@ -1,4 +1,4 @@
-"""The weights of a model as an inference engine loads them: streamed, or as a state dict."""
+"""Streams the weights of a model as an inference engine loads them, or collects them in a state dict."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +37,7 @@ _COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Exported(NamedTuple):
-    """What is exported of a model.
+    """Describes what is exported of a model.
 
     Attributes:
         layout: one of ``layouts.LAYOUTS``.
@@ -52,9 +52,10 @@ class Exported(NamedTuple):
     pieces: Pieces
 
     def config(self, rename: Rename | None) -> dict[str, Any]:
-        """``quantization_config`` of a ``config.json``."""
+        """Return the ``quantization_config`` of a ``config.json``."""
 
         def named(fqn: str) -> str:
+            # ``rename`` is a function of tensors' names, and a config names layers.
             return renamed(f"{fqn}.weight", rename).removesuffix(".weight")
 
         formats = {named(fqn): format for fqn, format in self.formats.items()}
@@ -64,7 +65,7 @@ class Exported(NamedTuple):
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """The name that ``rename`` gives; Float8ConfigError where that is none."""
+    """Return the name that ``rename`` gives; Float8ConfigError where that is none."""
     if rename is not None and not callable(rename):
         raise Float8ConfigError(f"rename is a function from a name to another, got {rename!r}")
     found: object = name if rename is None else rename(name)
@@ -160,7 +161,7 @@ def stream(
     rename: Rename | None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``float8_weights`` of a model that was ``examined``."""
+    """Yield ``float8_weights`` of a model that was ``examined``."""
     given: set[str] = set()
     blocks = list(blocks_of(model))
     if empty := [part.name for _, parts in blocks for part in parts if part.tensor.is_meta]:
@@ -172,6 +173,7 @@ def stream(
     for gathers, parts in blocks:
         left: dict[str, torch.Tensor] = {}
         if gathers is not None:
+            # Before unshard: afterwards FSDP2 has float8 data alone of these weights.
             left = _left_in_high_precision(gathers, parts, exported, dtype)
             gathers.unshard()
         try:
@@ -189,7 +191,7 @@ def stream(
 
 
 def _shown(progress: Progress, names: list[str]) -> Iterator[str]:
-    """What ``progress`` returns. It may raise on the rank that shows it, which the others need to go on."""
+    """Yield from ``progress``, which may raise on the rank that shows it, while the others need to go on."""
     try:
         yield from progress(names)
     except Exception as error:
@@ -197,7 +199,7 @@ def _shown(progress: Progress, names: list[str]) -> Iterator[str]:
 
 
 def _has_codes(part: Part, exported: Exported) -> bool:
-    """Whether codes of a part are exported; those of experts are where each has a name."""
+    """Return whether float8 data of a part are exported; those of experts are where each has a name."""
     return part.format is not None and (
         part.tensor.dim() == 2 or exported.pieces[part.name][0].rows is not None
     )
@@ -207,7 +209,7 @@ def _has_codes(part: Part, exported: Exported) -> bool:
 def _left_in_high_precision(
     gathers: "FSDPModule", parts: list[Part], exported: Exported, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Whole values of what FSDP2 gathers as codes and is exported in high precision, by the part's name."""
+    """Return whole values of what FSDP2 gathers in float8 and is exported in high precision, by the part's name."""
     left = [part for part in parts if part.format is not None and not _has_codes(part, exported)]
     if left:
         gathers.reshard()  # a forward may have left it unsharded
@@ -222,7 +224,7 @@ def _left_in_high_precision(
 def _made(
     part: Part, exported: Exported, dtype: torch.dtype | None, value: torch.Tensor | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a part; of ``value`` where that is what it is exported as."""
+    """Yield names and tensors of a part; ``value`` is what it is exported as, where that is given."""
     pieces, layout = exported.pieces[part.name], exported.layout
     if _has_codes(part, exported):
         of_expert = experts_of(part, dtype) if part.tensor.dim() == 3 else iter((operand_of(part, dtype),))
@@ -247,7 +249,7 @@ def _made(
 
 
 def _values(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole tensor in high precision, also where it was gathered as codes that are read otherwise."""
+    """Return the whole tensor in high precision, also where it was gathered as float8 data."""
     local = local_tensor(tensor.detach())
     value = local.dequantize() if isinstance(local, Float8Tensor) else local
     value = value.plain if isinstance(value, Weight) else value
@@ -271,15 +273,15 @@ def float8_state_dict(
     dtype: torch.dtype | None = None,
     rename: Rename | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All of ``float8_weights`` by name, and the ``quantization_config`` of the ``config.json`` beside them.
+    """Return all of ``float8_weights`` by name, and the ``quantization_config`` of the ``config.json`` beside them.
 
     Every rank of the model calls it, and each gets the whole model; ``save_float8`` needs memory for one block alone.
 
     Args:
         model: as in ``float8_weights``.
-        layout: likewise.
-        dtype: likewise.
-        rename: likewise.
+        layout: as in ``float8_weights``.
+        dtype: as in ``float8_weights``.
+        rename: as in ``float8_weights``.
 
     Raises:
         Float8ConfigError: see ``float8_weights``.

@@ -46,14 +46,16 @@ _left_behind: collections.deque[tuple[weakref.ref[Any], str]] = collections.dequ
 
 
 def all_arrive(point: str, world: int) -> bool:
-    """Whether all ``world`` ranks come to ``point``; every rank that comes gets the same answer.
+    """Return whether all ``world`` ranks come to ``point``; every rank that comes gets the same answer.
 
-    The last rank to arrive decides yes, the first to lose patience decides no, and the first decision stands. One that
-    comes later finds it made. One that comes so late that the decision was deleted waits, and decides no again: those
-    who deleted it do not come a second time. ``point`` is a name that the ranks share and used for no other decision.
+    The last rank to arrive decides yes, the first to lose patience decides no, and the first decision stands. A rank
+    that comes later finds it decided. One that comes so late that the decision was deleted waits, and decides no again:
+    those who deleted it do not come a second time. ``point`` is a name that the ranks share and used for no other
+    decision.
     """
     store, arrived, decision = default_store(), f"{point}/arrived", f"{point}/decision"
     if store.add(arrived, 1) % _PASSED == world:
+        # The last to arrive. compare_set writes only where nothing stands, and returns what stands afterwards.
         decided = store.compare_set(decision, "", "yes")
     else:
         with contextlib.suppress(RuntimeError):  # what every store's timeout is
@@ -71,7 +73,7 @@ def all_arrive(point: str, world: int) -> bool:
 
 
 def first_common(point: str, offers: Sequence[str], world: int) -> str | None:
-    """The first of ``offers`` that all ranks bring to ``point``, which no rank can fail to come to; no collective.
+    """Return the first of ``offers`` that all ranks bring to ``point``, which every rank comes to; no collective.
 
     Offers are in an order that the ranks share. The result is the same on every rank; None where all share none.
     """
@@ -96,16 +98,18 @@ def tell(ticket: str) -> None:
 
 
 def all_told(ticket: str, world: int) -> bool:
-    """Whether all ranks told, the same answer everywhere; every rank that told asks once, after the collective."""
+    """Return whether all ranks told, the same answer everywhere; each that told asks once, after the collective."""
     store = default_store()
+    # One atomic add both leaves the point and reads how many ranks told. The collective is over, so none tells later.
     passed, told = divmod(store.add(ticket, _PASSED), _PASSED)
+    # Every rank that told has read its answer now: nobody else needs the key.
     if passed == told:
         _delete(store, ticket)
     return bool(told == world)
 
 
 def _leave(store: Any, arrived: str, decision: str, world: int) -> bool:
-    """Leave a point; whether this rank was the last of all to do so."""
+    """Leave a point, and return whether this rank was the last of all to do so."""
     is_last = store.add(arrived, _PASSED) // _PASSED == world
     if is_last:
         _delete(store, arrived, decision)
@@ -162,20 +166,25 @@ class _Pool:
         self._life = hashlib.sha256(bytes(torch.cat(received).tolist())).hexdigest()
 
     def take(self) -> OwnGroup:
-        """A group that is free on all ranks, or a new one."""
+        """Return a group that is free on all ranks, or a new one."""
         self._uses += 1
+        # Uses are counted in the same order on all ranks, so this name is the same on each of them.
         life = f"{self._life}/{self._uses}"
+        # The first user gets the group that __init__ made, which no rank has used: there is nothing to agree on.
         if self._uses == 1:
             return OwnGroup(self.slots[0], life)
         taken = sum(not slot.is_free for slot in self.slots)
         if taken.bit_count() == 1:
             # Models are cycles, which are garbage for a while. Not at every number: it may take long.
             gc.collect()
+        # A group is offered with its count of collectives: if the counts differ, a rank skipped one, and the group
+        # would pair the next call on one rank with an older one on another.
         offers = {f"{i} {slot.calls}": slot for i, slot in enumerate(self.slots) if slot.is_free}
         chosen = first_common(f"f8sub/{life}/group", list(offers), len(self._ranks))
         return OwnGroup(self._new_slot() if chosen is None else offers[chosen], life)
 
     def _new_slot(self) -> _Slot:
+        # Synchronized by these ranks only: other ranks of the job do not come here.
         self.slots.append(_Slot(dist.new_group(list(self._ranks), use_local_synchronization=True)))
         return self.slots[-1]
 
@@ -184,7 +193,7 @@ _pools: dict[tuple[int, ...], _Pool] = {}
 
 
 def own_group(ranks: tuple[int, ...], device: str) -> OwnGroup:
-    """A process group of two ranks or more, in an order that they share, for tensors on that type of device.
+    """Return a process group of two ranks or more, in an order that they share, for tensors on that type of device.
 
     All of them call this together, in the same order for the same ranks.
     """

@@ -42,29 +42,34 @@ class AmaxTable:
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
         with torch.inference_mode(mode=False):
+            # One more entry for the lane of a weight that changed on some ranks only.
             parts = [sum(slots) + 1, *(region.size for region in regions.values())]
             self.whole = torch.zeros(sum(parts), dtype=torch.float32, device=device)
             self.amax, *self.parts = self.whole.split(parts)
             self._scale = torch.ones(sum(slots), dtype=torch.float32, device=device)
             self._scale_inv = torch.ones_like(self._scale)
+            # Each shard gets views of the three tensors. Scales that are written to the table are the shard's at once.
             starts = itertools.accumulate(slots, initial=0)
             for shard, start, size in zip(shards, starts, sizes, strict=False):
                 flat = (self.amax, self._scale, self._scale_inv)
                 shard.lay_out(*(part[start : start + size] for part in flat))
 
     def group_by_rule(self) -> None:
-        """Find the weights side by side whose scales are made alike."""
+        """Find runs of neighbouring weights whose scales are computed by one rule, and so by one launch."""
+        # Scales that are sent with the data are computed by the cast, from the shard alone.
         from_table = (shard for shard in self.shards if not shard.wire.carries_scales)
         self._runs = [list(run) for _, run in itertools.groupby(from_table, key=lambda s: s.rule)]
 
     def take_amaxes(self) -> None:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
+        # Zero is neutral in the all-reduce(MAX): a rank adds nothing to tiles that it holds no part of.
         self.amax.zero_()
         if support.takes(self.amax):
             self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with no_torch_dispatch():
                 amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
+            # All weights have one amax: their entries are every _SLOT-th, and a strided write needs no index tensor.
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:
                 where = constant(self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole])
@@ -72,13 +77,16 @@ class AmaxTable:
         for shard in self._apart:
             shard.write_amax()
         for shard in self.shards:
-            shard.amax_of = shard.master.state
+            shard.amax_of = shard.master.state  # from here on a write to the weight shows as stale
         if self._tensorwise or self._apart:
+            # NCCL's and gloo's MAX may drop a NaN. Infinity survives it, and stands for both.
+            # Kernels write infinity themselves.
             self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
     def _take_together(self) -> None:
-        """Take the amaxes that kernels take of many shards; launches are kept while the shards stay in place."""
+        """Take the amaxes that kernels take of many shards at once; launches are cached while the shards stay put."""
         masters = [shard.master for shard in self.shards]
+        # Launches hold addresses: FSDP2 moves a shard when it pads it, and CPU offload or ``to`` when they move it.
         places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
         if places != self._places:
             matrices = {shard: shard.in_table for shard in self.shards if shard.master.numel()}
@@ -86,28 +94,33 @@ class AmaxTable:
                 shard: m for shard, m in matrices.items() if multi_tensor_launch.takes(m, self.amax.device)
             }
             self._launches = multi_tensor_launch.amaxes(list(taken.values()), self.amax)
+            # Those that no kernel takes are left to torch's operators.
             self._look_for([shard for shard in matrices if shard not in taken])
             self._places = places
         if (capture := current_capture()) is not None:
+            # A graph replays the addresses in these launches' tables: they live as long as the graph.
             capture.keep(self._launches)
         with support.device_of(self.amax):
             for launch in self._launches:
                 launch.run()
 
     def _look_for(self, shards: Sequence[Shard]) -> None:
-        """Take the amaxes of these shards by torch's operators."""
+        """Choose for each of these shards which of torch's operators takes its amax."""
         few = (s for s in shards if s.master.numel() <= _FEW or not s.master.is_cpu)
         self._tensorwise = [s for s in few if s.wire.table_tile.is_whole]
         self._apart = set(shards).difference(self._tensorwise)
 
     def write_scales(self) -> None:
-        """Make the scales of the reduced amaxes, in place."""
+        """Compute the scales from the reduced amaxes, in place."""
         for shards in self._runs:
+            # Scales of another dtype lie outside the table's float32 memory, so each
+            # weight's are written by themselves.
             if shards[0].format.scale_rule.stored_as != torch.float32:
                 for shard in shards:
                     self._write(shard, shard.scales[:3], None)
                 continue
             first, last = shards[0].scales.amax, shards[-1].scales.amax
+            # Neighbours of one rule are one piece of memory, gaps included.
             part = slice(first.storage_offset(), last.storage_offset() + last.numel())
             priors = [shard.prior() for shard in shards if shard.prior is not None]
             prior = _side_by_side(priors, _SLOT, int(part.stop - part.start)) if priors else None
@@ -117,7 +130,7 @@ class AmaxTable:
                 shard.scales_written()
 
     def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
-        """Make the scales of entries (amax, scale, scale_inv), by the rule of ``shard``."""
+        """Compute the scales of entries (amax, scale, scale_inv), all float32, by the rule of ``shard``."""
         (amax, scale, scale_inv), of_all = entries, shard.scales.global_scale_inv
         if multi_tensor_launch.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
@@ -125,19 +138,25 @@ class AmaxTable:
             return
         # Rounding keeps order, so the rounded amax is the amax of the rounded weight.
         rounded = amax.to(shard.dtype).float()
+        # An amax of infinity, which stands for NaN too, gives a scale of NaN: the data
+        # become NaN on every rank at once.
         made = scales_or_nan(rounded, shard.format, prior)
         scale.copy_(made.scale)
         for entry, value in ((scale_inv, made.scale_inv), (of_all, made.global_scale_inv)):
             if entry is not None and value is not None:
+                # Autograd saved these scales with the forward's operands, and an in-place
+                # write would make backward raise.
                 with preserve_version_counter(entry):
                     entry.copy_(value)
 
 
 class Findings:
-    """What a reduction of a table met: NaN and infinity, weights that changed alone, and what regions ``read``."""
+    """Reports what a reduction met: NaN and infinity, weights that changed on some ranks, and what regions ``read``."""
 
     def __init__(self, table: AmaxTable, told: "Sequence[tuple[Region, torch.Tensor]]") -> None:
         amax = table.amax
+        # One float32 tensor [is not finite | lane | regions], copied without waiting;
+        # ``tell`` reads it a reduction later.
         self._copy = host_copy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
         self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]
         self._shards, self._regions = table.shards, [region for region, _ in told]
@@ -145,6 +164,7 @@ class Findings:
     def tell(self) -> None:
         """Warn, or raise Float8NumericsError with the names of the layers, on every rank alike."""
         found = self._copy.read()
+        # The usual case: one look at host memory, and no text is made.
         if not found.any():
             return
         weights, lane, *of_regions = found.split(self._sizes)
@@ -167,7 +187,7 @@ class Findings:
 
 
 def bad_weights(fqns: Sequence[str], where: str) -> str:
-    """The error that NaN or infinity in the weights of these layers is."""
+    """Return the text of the error for NaN or infinity in the weights of these layers."""
     return (
         f"NaN or infinity in the master weight of {', '.join(fqns)} ({where}) when scales were last computed; its "
         "float8 codes have been NaN since. Restore the weights from a checkpoint, and look at the gradients of the "
@@ -176,7 +196,7 @@ def bad_weights(fqns: Sequence[str], where: str) -> str:
 
 
 def _side_by_side(priors: Sequence[PriorScale], multiple: int, size: int) -> PriorScale:
-    """One prior scale of several: each begins at a multiple of so many entries, zeros between; ``size`` in all."""
+    """Join several prior scales, each padded with zeros to a multiple of so many entries; ``size`` entries in all."""
     scales = [each.scale.reshape(-1) for each in priors]
     gaps = {length: scales[0].new_zeros(-length % multiple) for length in set(map(len, scales))}
     filled = [part for scale in scales for part in (scale, gaps[len(scale)])]

@@ -25,14 +25,15 @@ from f8sub.weights.weight import WeightRecord
 
 
 def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of a group says, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
+    """Gather a value of every rank of a group, in the order of the ranks; ``dist.all_gather_object`` needs NumPy.
 
     Args:
-        mine: what JSON can say.
+        mine: a value that JSON can hold.
         group: None for all ranks of the job.
     """
     device, world = device_of_objects(group), dist.get_world_size(group)
     said = list(json.dumps(mine).encode())
+    # Texts differ in length and all_gather takes equal sizes: the lengths go first, then the padded texts.
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world)]
     dist.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device=device), group=group)
     longest = max(int(size) for size in sizes)
@@ -62,7 +63,7 @@ def compare(records: Sequence[WeightRecord], dtypes: ParamDtypes, exchange: Exch
 
 
 def _of_layer(record: WeightRecord, device: torch.device, conversion: Conversion) -> dict[str, str]:
-    """What a layer multiplies by, once it came to ``device``; nothing of a module that has no plan."""
+    """Describe what a layer multiplies by, once it came to ``device``; {} for a module that has no plan."""
     module = record.module
     if not hasattr(module, "plan"):
         return {}
@@ -83,6 +84,7 @@ def _of_layer(record: WeightRecord, device: torch.device, conversion: Conversion
 
 
 def _check(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) -> None:
+    # 32 bytes per rank, however many layers: the descriptions themselves are sent only where the digests differ.
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     sent = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     world = dist.get_world_size(group)
@@ -96,7 +98,7 @@ def _check(mine: list[dict[str, str]], group: dist.ProcessGroup, device: str) ->
 
 
 def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
-    """Which ranks differ in which fields of the first layer that differs; the same text on every rank."""
+    """Describe which ranks differ in which fields of the first layer that differs; the same text on every rank."""
     for layers in itertools.zip_longest(*everyone.values(), fillvalue={"layer": "none further"}):
         fields = [field for field in layers[0] if len({str(layer.get(field)) for layer in layers}) > 1]
         if not fields:
@@ -114,12 +116,13 @@ def _difference(everyone: dict[int, list[dict[str, str]]]) -> str:
 
 
 class ShardChecks(Guest):
-    """Compares the ranks' weights, and then looks whether those can be gathered as float8."""
+    """Compares the ranks' weights, and then checks that they can be gathered as float8."""
 
     @override
     def entered(
         self, members: Sequence[tuple[WeightRecord, ShardLayout]], dtypes: ParamDtypes, exchange: Exchange
     ) -> None:
+        # Before the first collective of these weights: ranks that disagree would wait in it for ever, or mix data.
         if len(exchange.layout.ranks) > 1:
             compare([record for record, _ in members], dtypes, exchange)
         gathered = [each for each in members if each[0].gathered]
@@ -131,7 +134,7 @@ class ShardChecks(Guest):
 
 
 def _refuse_resharding(records: Sequence[WeightRecord]) -> None:
-    """FSDP2 gathers anew what it kept of a weight after forward, without the hooks that say what it is."""
+    """Refuse an integer ``reshard_after_forward``: FSDP2 would gather again without calling the hooks."""
     kept = {module_of(p) for g, p in fsdp_params() if g.post_forward_mesh_info not in (None, g.mesh_info)}
     if fqns := sorted({record.fqn for record in records if record.module in kept}):
         raise Float8ConfigError(
@@ -142,7 +145,7 @@ def _refuse_resharding(records: Sequence[WeightRecord]) -> None:
 
 
 def _refuse_cuts(record: WeightRecord, layout: ShardLayout) -> None:
-    """No GEMM could read codes that are torn apart, or the scales of tiles that reach out of a part."""
+    """Refuse shards whose data no GEMM could read: packed bytes cut by columns, or tiles that reach out of a part."""
     if (format := record.format) is None:
         return
     if format.codes_per_byte > 1 and layout.dim != 0:
@@ -158,7 +161,7 @@ def _refuse_cuts(record: WeightRecord, layout: ShardLayout) -> None:
 
 
 class Fsdp1(LayerGuest):
-    """Looks, at a model's first forward, who shards its weights."""
+    """Looks at a model's first forward for FSDP1, which flattens weights."""
 
     @override
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
@@ -166,7 +169,7 @@ class Fsdp1(LayerGuest):
 
 
 def warn_of_fsdp1(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model: a ``Float8Warning`` where FSDP1 flattened its weights, once."""
+    """Warn once, in a forward pre-hook of a converted model, where FSDP1 flattened its weights."""
     if torch.compiler.is_compiling():
         return
     remove_hook(warn_of_fsdp1, module)

@@ -35,7 +35,7 @@ class Region(Protocol):
 
     @property
     def due(self) -> bool:
-        """Whether it has something to reduce, as every rank knows."""
+        """True if it has something to reduce, as every rank knows."""
 
     def write(self, out: torch.Tensor) -> None:
         """Write what this rank knows, (size,). The table then takes the maximum over the ranks."""
@@ -52,13 +52,13 @@ class Region(Protocol):
 
 
 class Guest:
-    """One that takes part in what the weights of a conversion do together; a subclass overrides what it needs."""
+    """Takes part in what the weights of a conversion do together; a subclass overrides what it needs."""
 
     def __init__(self, conversion: "Conversion") -> None:
         """Begin with a conversion that has no weights yet."""
 
     def described(self) -> dict[str, str]:
-        """What every rank must have alike, besides the layers' own descriptions."""
+        """Return what must be equal on every rank, besides the layers' own descriptions."""
         return {}
 
     def entered(
@@ -70,7 +70,7 @@ class Guest:
         """Weights are entered that some ranks shard alike, all of which are here; may raise an error on each."""
 
     def prior_of(self, record: "WeightRecord") -> Callable[[], PriorScale] | None:
-        """What makes the weight's scales together with its amaxes, one a tile; None for the amaxes alone."""
+        """Return what supplies a prior scale for each tile of the weight; None where the amaxes alone decide."""
         return None
 
     def region(self, records: "Sequence[WeightRecord]", before: Region | None) -> Region | None:
@@ -106,7 +106,7 @@ class Guest:
 
 
 class LayerGuest:
-    """One that takes part in what happens to converted layers; a subclass overrides what it needs.
+    """Takes part in what happens to converted layers; a subclass overrides what it needs.
 
     A layer is a ``Float8Linear`` or a module of experts.
     """
@@ -127,11 +127,11 @@ class LayerGuest:
         """The layer's entries of a state dict were loaded."""
 
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:
-        """What every rank must have alike of a layer, by its name in the error."""
+        """Return what must be equal on every rank for a layer, by its name in the error."""
         return {}
 
     def deviation(self, layer: Any) -> str | None:
-        """What ``repr`` and reports say of a layer that is not as usual."""
+        """Return what ``repr`` and reports say of a layer that is not as usual; None for one that is."""
         return None
 
 
@@ -146,16 +146,16 @@ G = TypeVar("G", bound=Guest)
 
 
 class Conversion:
-    """All weights of one ``convert_to_float8`` call, in an order that every rank agrees on; holds no module alive.
+    """Holds all weights of one ``convert_to_float8`` call, in an order that every rank shares; keeps no module alive.
 
-    A deep copy or a pickle of the model makes one of its own, which its layers enter as they are made.
+    A deep copy or a pickle of the model has a conversion of its own, which its layers enter as they are created.
 
     Attributes:
-        options: what features were asked for, by name.
+        options: the options that features were asked for, by name.
         unsharded: the weights without a shard, as of the last ``refresh``.
-        changes: number of events that changed the weights on every rank alike: optimizer steps, load_state_dict.
+        changes: number of events that changed the weights on every rank: optimizer steps, load_state_dict.
         exchanges: by ``group``, ``sharers`` and ``ranks`` of the weights' layouts.
-        guests: one of each class that takes part, in the order in which they are asked; ``layer_guests`` likewise.
+        guests: one of each class that takes part, in the order in which they are called; ``layer_guests`` as well.
     """
 
     made: ClassVar[int] = 0
@@ -196,14 +196,14 @@ class Conversion:
 
     @staticmethod
     def forget(model: torch.nn.Module) -> None:
-        """Take the mark off again."""
+        """Remove the mark of ``see``."""
         Conversion.made += 1
         for module in model.modules():
             module.__dict__.pop(_SEEN, None)
 
     @staticmethod
     def saw(model: torch.nn.Module) -> bool:
-        """Whether any part of the model was given to ``convert_to_float8``."""
+        """Return whether any part of the model was given to ``convert_to_float8``."""
         return any(_SEEN in module.__dict__ for module in model.modules())
 
     @staticmethod
@@ -232,6 +232,7 @@ class Conversion:
     ) -> WeightRecord:
         """Enter the parameter ``name`` of a module, see ``WeightRecord.module``."""
         record = WeightRecord(self, module, name, fqn, format, gathered)
+        # Weak by module, so that a model that nobody uses any more can be freed.
         self._records.setdefault(module, {})[name] = record
         self._listed = 0, []
         return record
@@ -241,7 +242,7 @@ class Conversion:
         self._records.pop(module, None)
 
     def owns(self, module: torch.nn.Module) -> bool:
-        """Whether weights of ``module`` are among these."""
+        """Return whether weights of ``module`` are among these."""
         return module in self._records
 
     def record_of(self, module: torch.nn.Module, name: str) -> WeightRecord:
@@ -255,6 +256,7 @@ class Conversion:
     @property
     def records(self) -> Sequence[WeightRecord]:
         """The weights of modules that are alive, in no order; listed anew where one was added or is gone."""
+        # precompute_scales reads this every step: compare one number instead of walking the modules.
         if self._listed[0] != (alive := len(self._records)):
             self._listed = alive, [each for names in self._records.values() for each in names.values()]
         return self._listed[1]
@@ -263,7 +265,7 @@ class Conversion:
         return iter(sorted(self.records, key=lambda record: record.fqn))
 
     def guest(self, kind: type[G]) -> G:
-        """The guest of a feature."""
+        """Return the guest of a feature."""
         return next(guest for guest in self.guests if isinstance(guest, kind))
 
     def refresh(self, *, asked: bool = False, gathered: bool = False) -> None:
@@ -322,16 +324,21 @@ class Conversion:
 
     def _enter(self, new: Sequence[tuple[WeightRecord, "DTensor"]], asked: bool) -> None:
         """Give shards to weights that were sharded, and exchanges to the shards."""
+        # Weights with a past, such as histories of delayed scaling, need an exchange even
+        # where FSDP2 gathers high precision.
         past = {record for record, _ in new if any(guest.prior_of(record) for guest in self.guests)}
         needed = any(record.gathered or record in past for record, _ in new)
         dtypes = param_dtypes((record.module for record, _ in new), needed=needed)
+        # Tied weights are one storage and so one cell: the second name finds the first one's shard here.
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
+        # Weights with the same three sets of ranks share one table and one all-reduce.
         alike = defaultdict(list)
         for record, weight in new:
             if not sharded_dims(weight) and (record.module, record.name) not in dtypes:
                 continue
             layout = ShardLayout.of(weight, record.fqn, apart=record not in past)
             alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
+        # Sorted by name before, so every rank comes to the same collectives in the same order.
         for ranks, members in alike.items():
             exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])
             if not self._checked(members, dtypes, exchange, asked):
@@ -350,6 +357,7 @@ class Conversion:
     def _checked(self, members: Members, dtypes: ParamDtypes, exchange: Exchange, asked: bool) -> bool:
         """Have guests check weights, on all ranks that hold them; False where ``asked`` and some rank did not come."""
         layout = exchange.layout
+        # A store's key for these ranks, short for a thousand of them too.
         ranks, world = hashlib.sha256(str(layout.ranks).encode()).hexdigest(), len(layout.ranks)
         if world > 1 and asked and not all_arrive(f"f8sub/{ranks}/enter/{_entered[ranks]}", world):
             return False

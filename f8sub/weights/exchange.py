@@ -66,26 +66,46 @@ _MISSED = (
 )
 
 
+_NEVER = -1
+"""In place of a count: nothing was reduced, or asked, so far."""
+
+
 class Exchange:
-    """See the module's docstring; ``generation`` is the number of reductions whose scales are in place."""
+    """Reduces the amaxes of the weights that the same ranks shard; see the module's docstring for when.
+
+    ``generation`` is the number of reductions whose scales are in place.
+    """
 
     def __init__(self, conversion: "Conversion", layout: ShardLayout) -> None:
         self.conversion, self.layout = conversion, layout
-        self.generation = self._requests = self._changed_alone = 0
+        self.generation = 0
         self.table = AmaxTable([], {}, "cpu")
         self._watched: weakref.WeakSet[WeightRecord] = weakref.WeakSet()
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
+        # A reduction that began and did not end. Whether scales are out of date is another matter: weights may change
+        # while one is on its way, and then ``due`` and ``_under_way`` are both true.
         self._under_way: tuple[dist.Work | None, list[tuple[Region, torch.Tensor]]] | None = None
-        self._changes_covered = -1
-        self._requested = self._warned = self._warned_apart = False
-        self._captured = False
+        # ``conversion.changes`` at the last reduction, or ``_NEVER``: what makes the scales fresh or due on every rank.
+        self._changes_covered = _NEVER
+        # FSDP2's reductions of gradients so far, and those at the last reduction: where they differ it is ``open``.
         self.opened = self._closed_at = 0
-        self._asked = -1, -1, -1
+        # How often this rank asked the others since then. It numbers the points in the store.
+        self._requests = 0
+        # This rank asked and not all came: it knows of a change that the scales do not cover, whatever its shards say.
+        self._requested = False
+        # The change that was asked about before an all-gather, so that each is asked about once.
+        self._asked = _NEVER, _NEVER, _NEVER
+        # 1 + the index of a weight that changed on this rank and not on all: the next reduction tells the others.
+        self._changed_alone = 0
+        # A CUDA graph gathers these weights: its replays open nothing, ask nothing and need no warning.
+        self._captured = False
+        self._warned = self._warned_apart = False
+        # The event after the last scales, and whether a capture recorded it: streams wait for those of their own kind.
         self._written: tuple[torch.cuda.Event, bool] | None = None
         self._findings: list[Findings] = []
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
-        """Lay out the table for these weights: shards of one format side by side, the same order on every rank."""
+        """Lay out the table for these weights: shards of one rule side by side, in the same order on every rank."""
         shards = dict.fromkeys(record.shard for record in records if record.shard is not None)
         if any(shard.gathers for shard in shards):
             # Those read scales where they lie now.
@@ -101,11 +121,12 @@ class Exchange:
                 regions[guest] = region
         in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         self.table = AmaxTable(in_order, regions, self.layout.device)
-        self._changes_covered = -1
+        self._changes_covered = _NEVER
         self._watch(records)
 
     def _watch(self, records: Sequence[WeightRecord]) -> None:
-        """Open when FSDP2 reduced gradients of these weights."""
+        """Have FSDP2's reductions of these weights' gradients open the exchange."""
+        # The hook lives as long as the module; it must not hold the exchange, whose table holds the shards.
         this = weakref.ref(self)
 
         def opens() -> None:
@@ -119,27 +140,29 @@ class Exchange:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP2 gathers any of the weights as float8; else the exchange serves guests alone."""
+        """True if FSDP2 gathers any of the weights as float8; else the exchange serves guests alone."""
         return any(shard.sent for shard in self.table.shards)
 
     @property
     def due(self) -> bool:
-        """Whether there is something to reduce, as this rank knows: the weights changed, or a region is due."""
+        """True if there is something to reduce, as this rank knows: the weights changed, or a region is due."""
+        # Both sides only change in events that every rank has: optimizer steps, load_state_dict and reductions.
         return self._changes_covered != self.conversion.changes or self.regions_due
 
     @property
     def open(self) -> bool:
-        """Whether gradients were reduced since the last reduction, or since all ranks knew that none was due."""
+        """True if gradients were reduced since the last reduction, or since all ranks knew that none was due."""
         return self.opened != self._closed_at
 
     @property
     def _reduces_alone(self) -> bool:
-        """Whether this rank reduces without asking: every other one does, too, or asks before it gathers.
+        """True if this rank reduces without asking: every other one does, too, or asks before it gathers.
 
         A reduction by one that asked takes all regions along, and so does this one. Replays of a CUDA graph open
         nothing, and ask nothing.
         """
-        if self._changes_covered == -1 or self._captured or len(self.layout.sharers) == 1:
+        # Every rank laid out the table in the same call, so all know that it was never reduced.
+        if self._changes_covered == _NEVER or self._captured or len(self.layout.sharers) == 1:
             return self.due
         return self.open and self.due and all(region.due for region in self.table.regions.values())
 
@@ -149,7 +172,7 @@ class Exchange:
 
     @property
     def settles_at_once(self) -> bool:
-        """Whether ``request`` leaves nothing under way: on GPUs, where the current stream waits and the host does not.
+        """True if ``request`` leaves nothing under way: on GPUs, where the current stream waits and the host does not.
 
         A CUDA graph may be captured next, as torchtitan 0.3 does after its first step, and a capture cannot wait for a
         collective that began outside of it. Nor can a replay.
@@ -163,18 +186,22 @@ class Exchange:
                 self.capture_reduction()
             return
         if not self.gathers:
+            # All findings but the last are on the host by now, so nothing waits.
             self._tell(-1)
             return
         self._requested = False
+        # An open exchange without regions needs no question: ranks that forgot this call
+        # reduce before their next all-gather.
         if self._reduces_alone or (self.open and not self.table.regions) or self._all_request():
             self.reduce()
+        # Not all came in time, but those that stepped reduce without asking: join them, or they wait for ever.
         elif self.open:
             self._join()
         if self.settles_at_once:
             self.settle()
 
     def capture_reduction(self) -> None:
-        """Have a graph reduce in each replay; ``before_capture`` was called."""
+        """Capture a reduction in the graph, so that each replay reduces; ``before_capture`` was called."""
         if (capture := current_capture()) is None:
             raise RuntimeError(
                 "a reduction is captured, and nobody is there to repeat what it tells the host"
@@ -185,37 +212,44 @@ class Exchange:
         self.reduce(tell=False, with_regions=True)
         self.settle()
         found = self._findings[-1]
+        # What a replay finds is copied to the same host memory each time: read it before the next replay writes there.
         capture.before_replay(lambda: self._tell(None))
         capture.after_replay(lambda: self._findings.append(found))
         capture.keep(self.table, self.table.whole)
 
     def expect_late_scales(self) -> None:
-        """No longer warn of weights that changed since: ``graph_step`` makes scales when a step begins."""
+        """Stop warning of weights that changed without a reduction: ``graph_step`` reduces when a step begins."""
         self._warned = True
 
     def before_capture(self) -> None:
-        """Finish what a graph could not wait for, and tell what is known of the weights."""
+        """Finish what a graph could not wait for, and report what is known of the weights."""
         self.settle()
         self._tell(None)
         self._written = None
 
     def _not_captured(self, changes: int, generation: int) -> None:
+        """Undo what ``capture_reduction`` noted on the host: a capture that failed ran nothing."""
         self._changes_covered, self.generation = changes, generation
         self._findings, self._under_way, self._written = [], None, None
         for shard in self.table.shards:
             shard.amax_of = None
 
     def _all_request(self) -> bool:
-        """Whether all ranks come to reduce, which none of them has to."""
+        """Return whether all ranks come to reduce, which none of them has to."""
         self._requests += 1
         point = "request", self.generation, self.opened, self._requests
         self._requested = not self.all_arrive(self.layout.sharers, *point)
         return not self._requested
 
     def _settle_pass(self) -> None:
-        """Begin to gather in a forward, while the exchange is open and this rank saw no step; see the docstring."""
+        """Decide for all ranks of a forward, while the exchange is open and this rank saw no step.
+
+        See the module's docstring.
+        """
         ranks = self.layout.ranks if self.table.regions else self.layout.sharers
         if self.all_arrive(ranks, "pass", self.generation, self.opened):
+            # All ranks came here before any stepped: no reduction is missing, so later
+            # all-gathers of this pass need not ask.
             self._closed_at = self.opened
         else:
             self._join()
@@ -233,7 +267,7 @@ class Exchange:
         self.reduce(with_regions=True)
 
     def reduce(self, *, tell: bool = True, with_regions: bool = False) -> None:
-        """Take every shard's amaxes now and start the all-reduce; ``settle`` makes the scales of it.
+        """Take every shard's amaxes now and start the all-reduce; ``settle`` computes the scales from it.
 
         Raises Float8NumericsError if the reduction before found NaN or infinity; ``tell=False`` leaves that for later.
         Regions that are due ride along, or all of them.
@@ -247,11 +281,14 @@ class Exchange:
             for pair in zip(table.regions.values(), table.parts, strict=True)
             if with_regions or pair[0].due
         ]
+        # Regions hold what replicas saw too, such as amaxes of activations; the weights'
+        # amaxes are equal on all replicas.
         reduced, ranks = (table.whole, layout.ranks) if regions else (table.amax, layout.sharers)
         work = None
         with torch.inference_mode(mode=False), torch.no_grad():
             table.take_amaxes()
             if self._changed_alone:
+                # The lane: MAX keeps the largest index, so one reduction names one weight.
                 table.amax[-1] = self._changed_alone
                 self._changed_alone = 0
             for region, out in regions:
@@ -278,22 +315,25 @@ class Exchange:
             told = [(region, region.read(out, self.table.amax)) for region, out in regions]
             self.table.write_scales()
             if self.table.amax.is_cuda:
+                # FSDP2 casts on streams of its own: they wait for this event before they read the scales.
                 event = torch.cuda.current_stream(self.table.amax.device).record_event()
                 self._written = event, is_capturing(self.table.amax)
+            # At most two: the last one may still be on its way to the host.
             self._findings = [*self._findings[-1:], Findings(self.table, told)]
         self.generation += 1
         self._requests = 0
 
     def _tell(self, end: int | None) -> None:
-        """Tell what reductions found, those before ``end``: a later one may still be on its way to the host."""
+        """Report what reductions found, those before ``end``: a later one may still be on its way to the host."""
         findings, self._findings = self._findings[:end], self._findings[len(self._findings[:end]) :]
         for found in findings:
             found.tell()
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
-        """One rank's uint8 codes for the all-gather of one weight; ``source`` as of ``Shard.pending``.
+        """Return one rank's uint8 data for the all-gather of one weight, and a ticket for ``resolve`` or None.
 
-        Where the shard changed in a way that other ranks may not know of, a ticket for ``resolve``; None otherwise.
+        There is a ticket where the shard changed in a way that other ranks may not know of. ``source`` is as in
+        ``Shard.pending``.
         """
         shard.gathers += 1
         if is_capturing(source):
@@ -306,23 +346,27 @@ class Exchange:
         self.settle()
         self._wait_for_scales(captured=False)
         stale = self._stale(shard)
+        # No other rank has a part of these weights: nobody has to agree.
         if stale and len(self.layout.sharers) == 1:
             self.reduce()
         if not (stale and self._stale(shard)):
             return shard.pending(source), None
         ranks = dist.get_process_group_ranks(self.layout.group)
         ticket = self._place_of(self.layout.sharers, self.table.shards.index(shard), shard.gathers, ranks)
+        # Before the all-gather, which therefore ends after all ranks told: ``resolve`` reads a final count.
         tell(ticket)
+        # Cast at once, with the old scales: if another rank did not change, these data stand.
         return shard.layout.stacked(shard.cast(source, beyond_range=_RANGE_SLACK)), ticket
 
     def _wait_for_scales(self, *, captured: bool) -> None:
-        """Wait on one of FSDP2's own streams, which may wait for an optimizer's step alone; in a graph for its own."""
+        """Have the current stream wait for the scales: FSDP2's own may only wait for an optimizer's step."""
         if self._written is not None and self._written[1] == captured:
             torch.cuda.current_stream(self.table.amax.device).wait_event(self._written[0])
             self._written = None
 
     def _comes_to_reduce(self) -> bool:
-        """Whether to reduce before an all-gather, because precompute_scales did not."""
+        """Return whether to reduce before an all-gather, because precompute_scales did not."""
+        # In backward a gather is FSDP2's second of the same pass: the forward's decided already.
         in_backward = graph_task() != -1
         if self.open and not in_backward and not self._reduces_alone:
             self._settle_pass()
@@ -340,12 +384,14 @@ class Exchange:
         return self._all_request()
 
     def resolve(self, shard: Shard, source: Weight, gathered: torch.Tensor, ticket: str) -> None:
-        """Decide, after the all-gather, what a shard that changed unannounced meant; ``gathered`` is mended."""
+        """Decide, after the all-gather, what a shard that changed unannounced meant, and correct ``gathered``."""
         if gathered.is_cuda:
+            # The count in the store is final once the all-gather ended, which on a GPU the host has to wait for.
             torch.cuda.current_stream(gathered.device).synchronize()
         index, sharers = self.table.shards.index(shard), self.layout.sharers
         changed = all_told(ticket, self.layout.world)
         if changed and self.layout.world < len(sharers):
+            # Ranks of other tensor-parallel parts take part in the reduction and not in this all-gather: ask them too.
             changed = self.all_arrive(sharers, index, shard.gathers)
         if not changed:
             if shard.stale and shard.master.numel():
@@ -354,27 +400,29 @@ class Exchange:
         if self._stale(shard):
             self.reduce()
         self.settle()
+        # Gather once more, with the scales of the weight as it is now, into the memory that FSDP2 reads next.
         shard.wire.gather(shard.cast(source), gathered)
 
     def all_arrive(self, ranks: tuple[int, ...], *what: object) -> bool:
-        """Whether all of these ranks come to a point, for the first time; see ``agreement.py``."""
+        """Return whether all of these ranks come to a point, for the first time; see ``agreement.py``."""
         return len(ranks) == 1 or all_arrive(self._place_of(ranks, *what), len(ranks))
 
     def _place_of(self, ranks: tuple[int, ...], *what: object) -> str:
-        """A name for what is under way, the same on all ranks and on none before them."""
+        """Return a name for what is under way, the same on all ranks and on none before them."""
         return "/".join(map(str, ("f8sub", self.group_of(ranks).life, *what)))
 
     def group_of(self, ranks: tuple[int, ...]) -> OwnGroup:
-        """A process group of these ranks that nothing else uses; all of them call this together at first."""
+        """Return a process group of these ranks that nothing else uses; all of them call this together at first."""
         if ranks not in self._groups:
             self._groups[ranks] = own_group(ranks, self.layout.device)
         return self._groups[ranks]
 
     def _stale(self, shard: Shard) -> bool:
-        """Whether this rank knows of a change to the weight that the scales do not cover.
+        """Return whether this rank knows of a change to the weight that the scales do not cover.
 
-        An empty shard cannot show one (``dcp.load`` writes nothing to it), so it goes by the rank's other shards,
-        and a rank that has none of any size always asks the others. Scales on the wire are always those of the codes.
+        An empty shard cannot show one (``dcp.load`` writes nothing to it), so it goes by the rank's other shards, and a
+        rank that has none of any size always asks the others. Scales on the wire are always those of the data beside
+        them.
         """
         if shard.wire.carries_scales:
             return False

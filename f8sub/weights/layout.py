@@ -1,4 +1,4 @@
-"""Where one rank's shard lies in a weight, and the bytes it sends of it."""
+"""ShardLayout: the place of one rank's shard in a weight; WireFormat: the bytes that the rank sends of it."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,16 +20,16 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Where a rank's shard lies in the whole weight.
+    """Describes where a rank's shard lies in the whole weight.
 
     A weight with leading dimensions, (E, N, K) of experts, counts as the matrix (E * N, K). Tensor parallelism cuts the
-    whole weight into parts, and ``fully_shard`` shards each part along its first or last dimension. FSDP2 then puts
-    together the rank's part, whose scales are nevertheless the whole weight's. Sharded along N, (E, N, K) counts as
-    (E, N * K). ``apart``, the experts that a rank has are the whole weight: no tile reaches over two of them.
+    whole weight into parts, and ``fully_shard`` shards each part along its first or last dimension. FSDP2 then gathers
+    the rank's part, whose scales are nevertheless the whole weight's. Sharded along N, (E, N, K) counts as (E, N * K).
+    With ``apart``, the experts that a rank has are the whole weight: no tile reaches over two of them.
 
     Attributes:
         whole: (rows, columns) of the whole weight.
-        shape: (rows, columns) of what FSDP2 puts together: the whole weight, or the rank's tensor-parallel part.
+        shape: (rows, columns) of what FSDP2 gathers: the whole weight, or the rank's tensor-parallel part.
         inner: dimensions between the first and the last, (N,) of (E, N, K).
         folded: (N, K) where (E, N, K) counts as (E, N * K); else None.
         origin: (row, column) in the whole weight at which ``shape`` begins.
@@ -59,9 +59,9 @@ class ShardLayout:
 
     @classmethod
     def of(cls, weight: "DTensor", fqn: str = "a layer", *, apart: bool = False) -> "ShardLayout":
-        """The layout of a sharded weight; Float8ConfigError where a middle dimension is sharded.
+        """Return the layout of a sharded weight; Float8ConfigError where a middle dimension is sharded.
 
-        One that torch's ``replicate`` keeps whole on every rank is sharded over that rank alone.
+        One that torch's ``replicate`` leaves whole on every rank is sharded over that rank alone.
         """
         mesh, dims = weight.device_mesh, sharded_dims(weight)
         first, *tensor_parallel = dims or (None,)  # fully_shard's mesh dimension comes first
@@ -77,7 +77,10 @@ class ShardLayout:
         whole = [weight.shape[0] * rows, math.prod(weight.shape[1:]) // rows]
         start, size, cuts = [0, 0], whole.copy(), {}
         shape, origin = whole.copy(), start.copy()
+        # DTensor cuts by tensor parallelism first, and FSDP2 shards what each rank has left. So the last turn's size
+        # before the cut is ``shape``, and after it the shard's.
         for mesh_dim in () if first is None else (*tensor_parallel, first):
+            # ``each`` is how many rows (columns) of the matrix one index of the sharded dimension is.
             dim, each = (0, rows) if dims[mesh_dim] == 0 else (1, weight.shape[-1] if is_folded else 1)
             shape, origin = size.copy(), start.copy()
             # torch.chunk's rule, which FSDP2 and DTensor shard by
@@ -86,10 +89,13 @@ class ShardLayout:
             start[dim], size[dim] = start[dim] + before, min(chunk, size[dim] - before)
             cuts[mesh_dim] = dim, chunk
             if mesh_dim in others:
+                # Experts of other ranks are other weights: this rank's begin at row 0.
                 start[0], whole[0] = 0, size[0]
+        # ``holders`` fixes the mesh dimensions that split experts; ``alike`` keeps only those that shard this weight.
         here = tuple(enumerate(mesh.get_coordinate() or ()))
         holders = mesh.mesh[tuple(place if i in others else slice(None) for i, place in here)]
         alike = tuple(slice(None) if i in dims and i not in others else place for i, place in here)
+        # A replicated weight has no sharding dimension; it counts as one shard in a world of 1.
         return cls(
             whole=(whole[0], whole[1]),
             shape=(shape[0], shape[1]),
@@ -144,7 +150,7 @@ class ShardLayout:
         )
 
     def tiles_of_part(self, scales: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """Those of the scales of the whole weight that are of ``shape``: a view."""
+        """Return those scales of the whole weight that belong to ``shape``, as a view."""
         for dim, edge in enumerate((tile.rows, tile.cols)):
             if edge != ALL:
                 scales = scales.narrow(dim, self.origin[dim] // edge, tile.scale_shape(self.shape)[dim])
@@ -159,15 +165,15 @@ def sharded_dims(weight: "DTensor") -> dict[int, int]:
 
 
 def lies_in_rows(tile: Tile) -> bool:
-    """Whether each row of a matrix has several tiles of its own."""
+    """Return whether each row of a matrix has several tiles of its own, as 1x128 and 1x32 do."""
     return tile.rows == 1 and tile.cols != ALL
 
 
 class WireFormat:
-    """What one rank sends of a weight: a uint8 matrix with the codes of one row of the shard in each of its rows.
+    """Describes what one rank sends of a weight: a uint8 matrix whose rows are the float8 rows of the shard.
 
-    Scales of tiles that lie inside one row follow the row's codes (``carries_scales``): the rank that holds the row
-    knows them. All others cross shards. Every rank makes them from the amax table, and none sends them.
+    Scales of tiles that lie inside one row follow the row's data (``carries_scales``): the rank that holds the row
+    knows them. All other tiles cross shards. Every rank computes their scales from the amax table, and none sends them.
 
     Attributes:
         format: of the matrix that the weight counts as.
@@ -178,11 +184,13 @@ class WireFormat:
         self.format_whole, self.format, self.layout = format, layout.format_of(format, fqn), layout
         tile = self.format.tile
         whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in layout.cuts)
+        # A row must be whole on its rank: Shard(1), or a tensor-parallel cut through a tile,
+        # splits a row's tiles between ranks.
         self.carries_scales = lies_in_rows(tile) and layout.dim == 0 and whole_tiles
 
     @property
     def table_tile(self) -> Tile:
-        """What one entry of the amax table stands for: a tile, or the whole weight, to report NaN alone."""
+        """The tile that one entry of the amax table stands for; the whole weight where the table only reports NaN."""
         return Tile(ALL, ALL) if self.carries_scales else self.format.tile
 
     @property
@@ -195,6 +203,7 @@ class WireFormat:
     def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The scales in rows of the wire, as they are stored: a view."""
         cols = self.layout.shape[1]
+        # [ data, padded to 16 bytes | scales, padded to 16 bytes ]
         start = _aligned(cols // self.format.codes_per_byte)
         stored_as = self.format.scale_rule.stored_as
         count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
@@ -213,9 +222,10 @@ class WireFormat:
             torch.cat(list(shards), dim=1, out=gathered.view(codes.shape[0], -1))
 
     def unsharded(self, gathered: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views: the gathered codes of ``layout.shape``; their scales, which are ``scales`` where the wire has none."""
+        """Return views: the gathered data of ``layout.shape``; their scales, ``scales`` where the wire has none."""
         rows, cols = self.layout.shape
         codes_end = cols // self.format.codes_per_byte
+        # Shard(0) pads the last rank's rows: they come after the weight's, and the view leaves them out.
         width = self.padded_shape[1] if self.layout.dim == 0 else codes_end
         # Shard(1) arrives with the bytes already in the whole weight's order and only its shape lost.
         whole = gathered.view(-1)[: rows * width].view(rows, width)
@@ -227,7 +237,7 @@ class WireFormat:
 
 
 def bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
-    """Bytes of a row on the wire."""
+    """Return the bytes of a row on the wire."""
     codes = cols // format.codes_per_byte
     if not carries_scales:
         return codes

@@ -37,13 +37,13 @@ _numbers = itertools.count(1)
 
 
 class Cell:
-    """What all views of one storage share.
+    """Holds what all views of one storage share.
 
     Attributes:
         number: unique in this process. FSDP2 gives a weight new storages, whose epochs may equal the old one's.
         epoch: number of operators that wrote to the storage.
         storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
-        cast: the codes cast last and what they were cast from, see ``weights/master_weight.py``.
+        cast: the last cast and the key of what it was cast from, see ``rowwise_of``.
         record: of the weight, or of one of those that are tied; None where it is no module's.
         replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
         copied: what ``copies`` compares.
@@ -62,21 +62,21 @@ class Cell:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its parameter takes gradients."""
+        """True if its parameter takes gradients."""
         weight = None if self.record is None else self.record.parameter
         return weight is not None and weight.requires_grad
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Cell":
-        """Of no storage: torch's asynchronous checkpointing copies a tensor's attributes, not its storage alone."""
+        """Return a cell of no storage: torch's asynchronous checkpointing copies a tensor's attributes alone."""
         return Cell(None)
 
     def take(self, record: WeightRecord) -> None:
-        """Belong to a copied module, unless a module that is still there has this weight: a shallow copy shares it."""
+        """Belong to a copied module, unless the present one is alive: a shallow copy of a module shares the weight."""
         if self.record is None or self.record.module is None:
             self.record = record
 
     def copies(self, source: "Cell", shape: torch.Size) -> bool:
-        """Whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
+        """Return whether a view of ``shape`` was copied from ``source`` and neither storage changed since."""
         return self.copied == (source, source.epoch, self.epoch, shape)
 
 
@@ -139,14 +139,14 @@ class MasterWeight(Weight):
 
     @property
     def plain(self) -> torch.Tensor:
-        """The same storage as an ordinary tensor, made anew each time: none is kept past ``p.data = t``."""
+        """The same storage as an ordinary tensor, created at each call: none is kept past ``p.data = t``."""
         if self._traced is not None:
             return self._traced
         with no_torch_dispatch():
             return torch.Tensor.detach(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """What is written to the array is not seen."""
+        """Return the values as a NumPy array in the same memory; writes to the array are not seen."""
         return self.plain.numpy(force=force)
 
     def tolist(self) -> Any:  # noqa: D102
@@ -169,7 +169,7 @@ class MasterWeight(Weight):
 
     @property
     def state(self) -> State:
-        """Another value in every other storage, and after every change."""
+        """A value that differs in every other storage, and after every change."""
         cell = self.cell  # which eager operators mark; compiled code bumps the version only
         return cell.number, cell.epoch, 0 if self.is_inference() else self._version
 
@@ -183,6 +183,8 @@ class MasterWeight(Weight):
         if storage is None or memory._cdata != storage.cdata or (self.is_cpu and memory.is_shared()):
             return False
         if self.cell.shared:
+            # This tensor itself is one, and the alias for torch.compile another: any
+            # further one is somebody else's view.
             if tensors_in_storage(self) > 1 + (self._alias is not None):
                 return False
             self.cell.shared = False
@@ -190,9 +192,10 @@ class MasterWeight(Weight):
         return True
 
     def mark_stale(self) -> None:
-        """Enter that the weight changes now; to be called where no operator of its own shows it: compiled steps."""
+        """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps."""
         self.cell.epoch += 1
         if is_capturing(self):
+            # Python runs once, at capture: replays write to the storage and call nothing here.
             self.cell.replayed = True
 
     @property
@@ -245,6 +248,8 @@ class MasterWeight(Weight):
     ) -> Any:
         """Mark what is written to, run on plain tensors, and keep the class where a weight is re-made."""
         kwargs = kwargs or {}
+        # This runs for every operator on every weight of every step, so what an operator
+        # does is looked up by identity.
         op, wrap = _HANDLINGS.get(id(func)) or _handling_of(func)
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -252,6 +257,7 @@ class MasterWeight(Weight):
                 if isinstance(tensor, MasterWeight):
                     tensor.mark_stale()
         first = args[0] if args else None
+        # The usual case, a weight alone: no walk over the arguments.
         if len(types) == 1 and isinstance(first, MasterWeight):
             plainly = first._traced is None
         else:
@@ -260,6 +266,7 @@ class MasterWeight(Weight):
             )
         if plainly:
             with no_torch_dispatch():
+                # Below dispatch a MasterWeight is an ordinary tensor of its storage, so nothing has to be unwrapped.
                 out = func(*args, **kwargs)
         else:
             plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
@@ -268,7 +275,7 @@ class MasterWeight(Weight):
 
 
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """A view shares the storage, and so the cell: what is written through it is seen."""
+    """Give views of a weight its class and its cell, so that what is written through them is seen."""
     source: MasterWeight = args[0]
     views = out if isinstance(out, (list, tuple)) else [out]
     # ``to`` may return its argument.
@@ -282,6 +289,7 @@ def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     if args[0].copies_plainly:
         return out
+    # Another storage, and so a cell of its own; it is the same weight to its module.
     copy = type(args[0])(out)
     copy.cell.record = args[0].cell.record
     return copy
@@ -290,12 +298,13 @@ def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
 def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     target, source = args[:2]
     if isinstance(target, MasterWeight) and isinstance(source, MasterWeight):
+        # Fresh scales stay valid for a copy: FSDP2 copies a short shard into a padded one on that rank alone.
         target.cell.copied = source.cell, source.cell.epoch, target.cell.epoch, target.shape
     return out
 
 
 def _wrap_collective(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    """The result holds the tensors that were written to."""
+    """Give the result of an in-place collective the class of the tensors that it wrote to."""
     kind = next(type(t) for t in tree_leaves((args, kwargs)) if isinstance(t, MasterWeight))
     return tree_map_only(torch.Tensor, lambda t: t if isinstance(t, MasterWeight) else kind(t), out)
 
@@ -332,7 +341,7 @@ def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
 
 
 def reassigned(record: WeightRecord, before: torch.Tensor, kind: type[torch.Tensor]) -> None:
-    """Have a module's weight be what it was, after a state dict was loaded, which ``assign=True`` puts in its place.
+    """Restore the class of a module's weight after ``load_state_dict(assign=True)`` put another tensor in its place.
 
     Args:
         record: of the weight.
@@ -369,13 +378,13 @@ def rowwise_of(
     source: LayerSource = CURRENT,
     through: torch.dtype | None = None,
 ) -> Operand:
-    """A master weight's rowwise operand, cast once and kept until the weight changes.
+    """Return a master weight's rowwise operand, cast once and cached until the weight changes.
 
     A function, not a method: torch.compile takes a method of a tensor for an operator.
 
     Args:
         weight: (N, K), not sharded.
-        format: of the codes.
+        format: of the quantized data.
         dtype: the weight is rounded to it first, as FSDP2's ``param_dtype`` or autocast would.
         source: of the scale.
         through: rounded to before ``dtype``: the weight's dtype in the model, where that is another.
@@ -402,7 +411,7 @@ def rowwise_of(
 
 
 def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dtype) -> Operand | None:
-    """What ``rowwise_of`` keeps, if that is of this format and dtype; None in compiled code."""
+    """Return the cached cast of ``rowwise_of``, if it is of this format and dtype; None in compiled code."""
     if torch.compiler.is_compiling() or weight.cell.cast is None:
         return None
     (*_, kept_format, kept_dtype, _), operand = weight.cell.cast
@@ -410,5 +419,5 @@ def last_cast(weight: MasterWeight, format: Float8Format | None, dtype: torch.dt
 
 
 def quantize_rowwise(weight: torch.Tensor, format: Float8Format, source: ScaleSource = CURRENT) -> Operand:
-    """A high-precision weight's rowwise operand; see ``rowwise_of``."""
+    """Return a high-precision weight's rowwise operand; see ``rowwise_of``."""
     return present(quantize(weight, format, None, source).rowwise)

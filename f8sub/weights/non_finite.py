@@ -21,10 +21,10 @@ from f8sub.weights.weight import WeightRecord, local_tensor, master_of
 
 
 class SkippedSteps(Guest):
-    """What skips the steps of a conversion's weights.
+    """Knows what skips the steps of a conversion's weights.
 
     Attributes:
-        guards: that which skips them; each lives with its optimizer.
+        guards: those that skip them; each lives with its optimizer.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -36,11 +36,11 @@ FEW = 2048
 
 
 class HeldWeights(Guest):
-    """What a rank holds whole, alone or as a replica of DDP's; or its part of a weight gathered in high precision.
+    """Finds NaN and infinity in the weights that a rank holds whole, and in its part of those not gathered as float8.
 
     Each call of ``precompute_scales`` looks at the weights that changed since the call before, and starts to copy what
-    it found to the host. The call after that tells, so that nothing waits for the device. Replicas are equal, so that
-    they tell alike; of a part that one rank alone holds, that rank tells.
+    it found to the host. The call after that reports it, so that nothing waits for the device. DDP's replicas are
+    equal, so they all report; NaN in a part that one rank alone holds is reported by that rank.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -49,10 +49,10 @@ class HeldWeights(Guest):
         self._looks: list[tuple[list[tuple[weakref.ref[WeightRecord], State]], HostCopy]] = []
 
     def requested(self) -> None:
-        """Tell what the call before found, and look at the weights that changed since.
+        """Report what the call before found, and look at the weights that changed since.
 
-        In a CUDA graph that ``graph_step`` captures, each replay looks, and the one after the next tells. In any other
-        graph nothing looks: the next call that is not captured does.
+        In a CUDA graph that ``graph_step`` captures, each replay looks, and the one after the next reports. In any
+        other graph nothing looks: the next call that is not captured does.
 
         Raises:
             Float8NumericsError: NaN or infinity in a weight; names the layers.
@@ -67,13 +67,14 @@ class HeldWeights(Guest):
             self._tell()
         self._look(records)
         if (capture := current_capture()) is not None:
+            # A replay writes to the same host memory, so the same looks are due again after each.
             looks = list(self._looks)
             capture.if_it_fails(lambda: self._looks.clear())
             capture.before_replay(self._tell)
             capture.after_replay(lambda: self._looks.extend(looks))
 
     def before_capture(self) -> None:
-        """Tell, because a graph cannot."""
+        """Report now, because a graph cannot."""
         self._tell()
 
     def _tell(self) -> None:
@@ -114,12 +115,13 @@ class HeldWeights(Guest):
         # A fake or a meta weight has no values.
         if master is None or master.is_meta or master._traced is not None:
             return None
+        # Writes that bypass dispatch, by a graph's replay or through a state dict's view, leave ``state`` as it is.
         seen = master.owns_storage and not master.cell.replayed
         return None if seen and self._finite.get(record) == master.state else master
 
 
 def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Largest magnitude of each weight, (len(weights),), float32; 0 of an empty one, infinity or NaN as they are."""
+    """Return the largest magnitude of each weight, (len(weights),), float32; 0 if empty, infinity or NaN as is."""
     plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
     filled = [row for row, weight in enumerate(plain) if weight.numel()]
     amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)

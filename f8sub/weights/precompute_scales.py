@@ -38,6 +38,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
     for conversion in conversions_of(parts_of(model)):
+        # First, because it may give new exchanges: ``fully_shard`` may have been called since.
         conversion.refresh(asked=True)
         for exchange in conversion.exchanges.values():
             shard = exchange.table.shards[0]
@@ -72,9 +73,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for conversion, weights in stepped.items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
+    # Before the step: a compiled or fused one writes to the weights without dispatch. With a closure the model still
+    # runs before they change, so the mark comes after.
     if not _has_closure(args, kwargs):
         _mark_stale(stepped)
     if (capture := current_capture()) is not None:
+        # Replays run no hooks: each one marks what the captured step writes to.
         capture.after_replay(lambda: _mark_stale(stepped))
         capture.if_it_fails(lambda: _mark_stale(stepped))
 
@@ -89,7 +93,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 @untraced
 def enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Enter an optimizer's step, of these arguments, that ended."""
+    """Note that an optimizer's step, with these arguments, ended."""
     stepped = _stepped_by(optimizer)
     if _has_closure(args, kwargs):
         _mark_stale(stepped)
@@ -101,14 +105,14 @@ def enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether the model runs within the step, before the weights change: Lightning's steps are all like that."""
+    """Return whether the model runs within the step, before the weights change, as in all steps of Lightning."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def _stepped_by(
     optimizer: torch.optim.Optimizer, kind: type[Weight] = MasterWeight
 ) -> dict[Conversion | None, list[torch.Tensor]]:
-    """The parameters of an optimizer that are weights of a kind, by their conversions."""
+    """Return the parameters of an optimizer that are weights of a kind, by their conversions."""
     found = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -164,7 +168,7 @@ def _warn_of_gone(stepped: Mapping[Conversion | None, Sequence[torch.Tensor]]) -
 
 
 def _is_tied(conversion: Conversion | None, weight: torch.Tensor) -> bool:
-    """Whether a converted module that is there has the weight, one of those that shared it."""
+    """Return whether a converted module that is there has the weight, one of those that shared it."""
     return conversion is not None and any(record.parameter is weight for record in conversion.records)
 
 
@@ -191,15 +195,15 @@ _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDict
 
 
 def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """What ``precompute_scales`` takes, as a list."""
+    """Return what ``precompute_scales`` takes, as a list."""
     is_one = isinstance(model, torch.nn.Module | Mapping) or not isinstance(model, Iterable)
     return [model] if is_one else list(model)  # type: ignore[list-item, arg-type]
 
 
 def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
-    """The conversions that the modules' layers belong to.
+    """Return the conversions that the modules' layers belong to.
 
-    A module is walked anew only after another conversion, or when converted modules are gone. Those that others
+    A module is walked again only after another conversion, or when converted modules are gone. Modules that others
     replaced are then a Float8Warning.
     """
     found: dict[Conversion, None] = {}
@@ -210,6 +214,8 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
                 f"precompute_scales takes a model that convert_to_float8 converted, or a list of parts, got "
                 f"{shown(part)}{at}"
             )
+        # Walking a large model's modules takes milliseconds, each step: walk only if the number of conversions or of
+        # their modules changed.
         made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
         if made != Conversion.made or alive != sum(conversion.alive for conversion in conversions):

@@ -1,12 +1,12 @@
-"""PrimaryWeight: a weight that is its float8 codes; its high-precision master belongs to an optimizer.
+"""PrimaryWeight: a weight that is stored as float8; its high-precision master belongs to an optimizer.
 
-    optimizer: master weight, float32  --cast-->  model: codes, 1 byte an element
+    optimizer: master weight, float32  --cast-->  model: float8 data, 1 byte per element
 
-A model's parameter cannot be the codes' bytes alone: FSDP2, DTensor and ``nn.Module`` ask it for views, and users for
+A model's parameter cannot be the float8 bytes alone: FSDP2, DTensor and ``nn.Module`` ask it for views, and users for
 its values. So it is a handle: a shape and a dtype, no storage of its own, and one record that all its views share.
 
-DroppedShard is the codes of a sharded weight that has no high-precision values; LoadedCodes are those before there is
-one.
+DroppedShard holds the float8 data of a sharded weight that has no high-precision values; LoadedCodes holds those of a
+checkpoint until there is a shard.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from f8sub.weights.weight import Weight, WeightRecord
 
 
 class DroppedShard(Shard):
-    """A shard that keeps its codes, and the scales they were cast with, in place of the master."""
+    """Keeps its float8 data, and the scales they were cast with, in place of the master."""
 
     _shape: torch.Size
     _kept: list[torch.Tensor]
@@ -41,22 +41,23 @@ class DroppedShard(Shard):
 
     @property
     def stale(self) -> bool:
-        """Never: the codes are the weight."""
+        """False: nothing can change, the float8 data are the weight."""
         return False
 
     @property
     def shows_changes(self) -> bool:
-        """There are none."""
+        """True: there are no changes to miss."""
         return True
 
     @classmethod
     def of(cls, shard: Shard) -> "DroppedShard":
-        """Make ``shard`` itself one, right after its codes were gathered."""
+        """Turn ``shard`` itself into one, right after its data were gathered."""
         with torch.inference_mode(mode=False):  # a forward in inference mode may be the first after a drop
             codes = shard.cast(shard.master).to(shard.layout.device)
             dropped = cls._made_of(shard, shard.values.shape)
             dropped._codes = codes
             dropped._kept = [scales.clone() for scales in dropped._scales]
+        # Empty, so that the memory of the values is freed.
         dropped.master = MasterWeight(shard.master.plain.new_empty(0, shard.layout.shape[1]))
         return dropped
 
@@ -70,11 +71,11 @@ class DroppedShard(Shard):
         return dropped
 
     def pending(self, source: Weight) -> torch.Tensor:
-        """The codes that were kept."""
+        """Return the data that were kept."""
         return self.layout.stacked(self._codes)
 
     def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
-        """The codes that were kept."""
+        """Return the data that were kept."""
         return self._codes
 
     def lay_out(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
@@ -85,13 +86,14 @@ class DroppedShard(Shard):
 
     def scales_written(self) -> None:
         """Write back the scales that the codes were cast with, over those that were just made."""
+        # The table reduced an amax of 0, as the master is empty, and wrote scales of it.
         for scales, kept in zip(self._scales, self._kept, strict=bool(self._kept)):
             with preserve_version_counter(scales):
                 scales.copy_(kept)
         super().scales_written()
 
     def dequantize(self) -> torch.Tensor:
-        """float32 values of the codes, in the shard's shape."""
+        """Return float32 values of the float8 data, in the shard's shape."""
         rows = self._codes[: self._shape[0]]
         codes = rows[:, : self._shape[1] // self.format.codes_per_byte].view(self.format.dtype)
         if self.wire.carries_scales:
@@ -106,7 +108,7 @@ class DroppedShard(Shard):
 
 
 class LoadedCodes:
-    """A rank's part of codes as a checkpoint has them, until FSDP2 asks for the weight.
+    """Holds a rank's part of a checkpoint's float8 data until FSDP2 asks for the weight.
 
     Args:
         operand: ``data`` of this rank's part, and the scales of the whole weight.
@@ -118,11 +120,11 @@ class LoadedCodes:
         self.master = MasterWeight(operand.data.new_empty((0, operand.shape[1]), dtype=torch.float32))
 
     def dequantize(self) -> torch.Tensor:
-        """float32 values of the codes."""
+        """Return float32 values of the float8 data."""
         return _part_dequantized(self._operand, torch.Size(self._operand.shape), self._offset)
 
     def given_to(self, shard: Shard) -> DroppedShard:
-        """Make ``shard`` itself hold the codes, on the device that gathers them."""
+        """Turn ``shard`` itself into one that holds the data, on the device that gathers them."""
         data, scale_inv, device = self._operand.data, self._operand.scale_inv, shard.layout.device
         dropped = DroppedShard._made_of(shard, data.shape)
         wire = torch.zeros(shard.wire.padded_shape, dtype=torch.uint8, device=device)
@@ -140,7 +142,7 @@ class LoadedCodes:
 
 
 def _part_dequantized(operand: Operand, shape: torch.Size, offset: tuple[int, int]) -> torch.Tensor:
-    """float32 values of a part of a matrix; ``operand`` has its codes, and the scales of the whole matrix."""
+    """Return float32 values of a part of a matrix; ``operand`` has its data, and the scales of the whole matrix."""
     # Tiles of the whole matrix need not begin where the part does: a scale for each element.
     scale_inv = reference.spread(operand.scale_inv.float(), operand.format.tile, shape, offset).expand(shape)
     format = dataclasses.replace(operand.format, tile=Tile(1, 1))
@@ -153,7 +155,7 @@ aten = torch.ops.aten
 
 
 class Primary:
-    """What all views of one primary weight share.
+    """Holds what all views of one primary weight share.
 
     Attributes:
         record: of the weight; None while ``torch.compile`` traces.
@@ -161,8 +163,8 @@ class Primary:
         dtype: what the weight is to the model and to autograd; values are rounded to it before they are cast.
         sharded: whether it is one rank's shard.
         master: the high-precision values, in the optimizer; None once they were dropped.
-        dropping: drop a shard's master as soon as its codes were gathered.
-        codes: what the codes dequantize with once the master was dropped: a Float8Tensor or a shard.
+        dropping: drop a shard's master as soon as its data were gathered.
+        codes: what the data dequantize with once the master was dropped: a Float8Tensor or a shard.
     """
 
     codes: Any
@@ -197,7 +199,7 @@ class Primary:
 
 
 class _Slot:
-    """Which weight the views of one handle are of; None for zeros that FSDP2 made to copy a weight into."""
+    """Names the weight that the views of one handle belong to; None for zeros that FSDP2 made to copy a weight into."""
 
     __slots__ = ("primary",)
 
@@ -209,9 +211,9 @@ Self = TypeVar("Self", bound="PrimaryWeight")
 
 
 class PrimaryWeight(Weight):
-    """A parameter that is kept as float8 codes. See the module's docstring.
+    """A parameter that is stored as float8. See the module's docstring.
 
-    Reading it gives the master's values rounded to ``dtype``, or the dequantized codes where the master was dropped.
+    Reading it gives the master's values rounded to ``dtype``, or the dequantized data where the master was dropped.
     Writing to it writes to the master.
 
     Raises:
@@ -245,7 +247,7 @@ class PrimaryWeight(Weight):
 
     @classmethod
     def of(cls: type[Self], primary: Primary, device: torch.device) -> Self:
-        """The whole weight, or this rank's whole shard of it."""
+        """Return a handle of the whole weight, or of this rank's whole shard of it."""
         return cls(torch.empty(primary.shape, dtype=primary.dtype, device="meta"), _Slot(primary), device)
 
     @property
@@ -260,7 +262,7 @@ class PrimaryWeight(Weight):
 
     @property
     def record(self) -> WeightRecord | None:
-        """Of the weight; None for zeros that FSDP2 made to copy a weight into."""
+        """The weight's record; None for zeros that FSDP2 made to copy a weight into."""
         return None if self._slot.primary is None else self._slot.primary.record
 
     @property
@@ -295,7 +297,7 @@ class PrimaryWeight(Weight):
             self.copy_(values)
 
     def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a state dict holds: the master itself, so that loading in place reaches it, or values of its own."""
+        """Return what a state dict holds: the master itself, so that loading reaches it, or values of its own."""
         primary = self.primary
         if primary.master is None or primary.master.dtype != self.dtype:
             return like_sharded(self.plain, parameter)
@@ -312,18 +314,18 @@ class PrimaryWeight(Weight):
         return codes.master if isinstance(codes, LoadedCodes | DroppedShard) else self.primary.master
 
     def was_sharded(self, shard: Shard) -> None:
-        """Codes that were loaded are the shard's from now on."""
+        """Give data that were loaded to the shard."""
         if isinstance(codes := self.primary.codes, LoadedCodes):
             self.primary.drop(codes.given_to(shard))
 
     def was_gathered(self, shard: Shard) -> None:
-        """A master that is to be dropped goes once its fresh codes were gathered."""
+        """Drop a master that is to be dropped, once its fresh data were gathered."""
         if self.primary.dropping and not isinstance(shard, DroppedShard):
             self.primary.drop(DroppedShard.of(shard))
 
     @property
     def _traced(self) -> torch.Tensor:
-        """What torch.compile traces: the master, which it casts, or the codes alone."""
+        """The tensor that torch.compile traces: the master, which it casts, or the float8 data alone."""
         primary = self.primary
         return primary.codes if primary.master is None else primary.master
 
@@ -348,7 +350,7 @@ class PrimaryWeight(Weight):
         return cls.of(primary, values.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A weight of its own in high precision, which no optimizer has taken."""
+        """Return a weight of its own in high precision, which no optimizer has taken."""
         if id(self) not in memo:
             copy: Any = self.plain.clone()
             if (master := self.primary.master) is not None:
@@ -374,6 +376,7 @@ class PrimaryWeight(Weight):
     ) -> Any:
         """Views are of the handle; any other operator reads values, and writes to the master."""
         kwargs = kwargs or {}
+        # Operators by which FSDP2, DTensor and nn.Module re-make weights: the result is a handle again.
         if (handler := _HANDLERS.get(func)) is not None:
             return handler(func, args, kwargs)
         op = describe(func)
@@ -401,16 +404,16 @@ class PrimaryWeight(Weight):
 def primary_rowwise(
     weight: PrimaryWeight, format: Float8Format, dtype: torch.dtype, source: LayerSource = CURRENT
 ) -> Operand:
-    """An unsharded primary weight's rowwise operand: its codes, cast anew after the master changed.
+    """Return an unsharded primary weight's rowwise operand, cast again after the master changed.
 
     Args:
         weight: (N, K), or (E, N, K), of which the operand has all rows, one expert's after the other's.
-        format: of the codes.
+        format: of the quantized data.
         dtype: the GEMM's high-precision dtype; values are rounded to it, after the weight's own, and then cast.
         source: of the scale, where there is a master to cast.
 
     Raises:
-        Float8ConfigError: the master was dropped and the codes left are of another format.
+        Float8ConfigError: the master was dropped and the data left are of another format.
     """
     primary = weight.primary
     if primary.master is not None:
@@ -429,7 +432,7 @@ PrimaryWeight.rowwise_codes = staticmethod(primary_rowwise)
 
 
 def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
+    """Return ``local`` as this rank's part of a tensor that is sharded as ``weight`` is; itself where that is not."""
     if not is_dtensor(weight):
         return local
     mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
@@ -437,7 +440,7 @@ def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _master_view(weight: PrimaryWeight) -> MasterWeight:
-    """What a write to ``weight`` is to write to."""
+    """Return the view of the master that a write to ``weight`` has to write to."""
     primary = weight.primary
     if (master := primary.master) is None:
         raise Float8ConfigError(
@@ -457,16 +460,17 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``copy_``: FSDP2's copy of a weight into zeros of the padded shape, or new values for the master.
+    """Handle ``copy_``: FSDP2's copy of a weight into zeros of the padded shape, or new values for the master.
 
-    A value that the master rounds to already changes nothing: what a state dict in a narrower dtype cannot hold is
-    not lost when it is loaded back, in whichever order a model and its optimizer are.
+    A value that the master rounds to already changes nothing: what a state dict in a narrower dtype cannot hold is not
+    lost when it is loaded back, in whichever order a model and its optimizer are.
     """
     target, source = args[:2]
     if not isinstance(target, PrimaryWeight):
         return func(target, source.plain, *args[2:], **kwargs)
     if isinstance(source, PrimaryWeight):
         if target._slot.primary is None and source.shape == source.primary.shape:
+            # FSDP2 pads a short shard: the zeros become a handle of the same weight.
             target._slot.primary = source.primary
         if target._slot.primary is source.primary:
             return target
@@ -477,7 +481,7 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another dtype is another value. Another device is FSDP2's CPU offload, or a move of what has no master."""
+    """Handle ``to``: another dtype gives values; another device is FSDP2's CPU offload, or a move without a master."""
     weight: PrimaryWeight = args[0]
     primary, device = weight.primary, torch.device(kwargs.get("device") or weight.device)
     if kwargs.get("dtype") not in (None, weight.dtype):
@@ -500,7 +504,7 @@ def _same_handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros for FSDP2 to copy the weight into; plain ones where another dtype or device is asked for."""
+    """Return zeros for FSDP2 to copy the weight into; plain ones where another dtype or device is asked for."""
     weight: PrimaryWeight = args[0]
     options = {name: value for name, value in kwargs.items() if value is not None}
     geometry = func(weight._geometry, *args[1:], **{**options, "device": "meta"})
@@ -510,7 +514,7 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gradients, buffers and optimizer states: plain tensors of the weight's shape."""
+    """Return plain tensors of the weight's shape, for gradients, buffers and optimizer states."""
     weight: PrimaryWeight = args[0]
     return func(weight._geometry, *args[1:], **{**kwargs, "device": kwargs.get("device") or weight.device})
 

@@ -50,7 +50,7 @@ class TableScales(NamedTuple):
 
 
 class Shard:
-    """One rank's shard of one weight, as the wire sees it.
+    """One rank's shard of one weight, as the all-gather sees it.
 
     Attributes:
         sent: whether FSDP2 gathers the weight as float8; else its layers cast it, and it is here for a guest.
@@ -58,7 +58,7 @@ class Shard:
         copies_scales: whether ``scales_written`` has any to copy.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
         amax_of: the state of ``master`` that its amax was taken from.
-        kept: what ``pending`` returned last; not under CPU offload, which makes a copy on a GPU for every gather.
+        kept: what ``pending`` returned last; not under CPU offload, which copies to a GPU for every gather.
         casts: those of the weights that it was gathered with last, if it was the first of them.
     """
 
@@ -91,7 +91,7 @@ class Shard:
 
     @property
     def exchange(self) -> "Exchange":
-        """What its scales come from. Not held: a primary weight without a master holds its shard alone."""
+        """The exchange that supplies its scales, not held: a primary weight without a master holds its shard alone."""
         exchange = self._exchange()
         if exchange is None:
             raise RuntimeError(f"{self.fqn}: its weight is gathered and its model is gone")
@@ -104,32 +104,33 @@ class Shard:
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Shape of the weight's entries in the amax table."""
+        """The shape of the weight's entries in the amax table."""
         return self.wire.table_tile.scale_shape(self.layout.whole)
 
     @property
     def rule(self) -> tuple[Float8Format, float, torch.dtype]:
-        """What the scales depend on besides the amax: format, the prior scale's margin (-1 without one), dtype."""
+        """All that the scales depend on besides the amax: format, the prior scale's margin (-1 without one), dtype."""
         return self.format, -1.0 if self.prior is None else self.prior().margin, self.dtype
 
     @property
     def stale(self) -> bool:
-        """Whether the shard changed since its amax was taken."""
+        """True if the shard changed since its amax was taken."""
         return self.amax_of != self.master.state or not self.master.owns_storage
 
     @property
     def shows_changes(self) -> bool:
-        """Whether a change of the weight is always one of this shard; ``dcp.load`` writes to no empty one."""
+        """True if every change of the weight is one of this shard; ``dcp.load`` writes nothing to an empty one."""
         return self.master.numel() > 0
 
     def follow(self, held: torch.Tensor) -> None:
-        """Turn to another local tensor, which the parameter holds now.
+        """Use another local tensor, which the parameter holds now.
 
-        FSDP2 pads a short shard anew, on that rank alone. A copy of what the scales were computed from is no change.
+        FSDP2 pads a short shard again, on that rank alone. A copy of what the scales were computed from is no change.
         """
         local = master_of(held)
         if local is None or local.cell is self.master.cell:
             return
+        # The dtype is part of the rule: scales of this weight are computed apart from its neighbours' now.
         if self._follows_dtype and held.dtype != self.dtype:
             self.dtype = held.dtype
             self.exchange.settle()
@@ -143,6 +144,7 @@ class Shard:
         """The shard, and where its amaxes go."""
         tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.scales.amax.shape[1]
         row, col = first_tile(tile, offset)
+        # Where the shard's first tile stands in the flat table: a shard may begin in the middle of a tile.
         entry = int(self.scales.amax.storage_offset()) + row * in_a_row + col
         return Matrix(self.values, tile, offset, entry, in_a_row)
 
@@ -161,20 +163,21 @@ class Shard:
             scale_inv = torch.ones(shape, dtype=torch.float32, device=device).to(rule.stored_as)
         part = self.layout.tiles_of_part(scale_inv, self.wire.table_tile)
         whole = part.shape == scale_inv.shape
+        # A tensor-parallel part's scales need not be one piece of memory, which GEMMs take: they get a copy.
         part = scale_inv if whole else part.clone(memory_format=torch.contiguous_format)
         self.copies_scales = not whole
         of_all = torch.ones(1, 1, dtype=torch.float32, device=device) if rule.has_global else None
         self.scales = TableScales(amax.view(shape), scale.view(shape), scale_inv, part, of_all)
 
     def scales_written(self) -> None:
-        """Bring the rank's tensor-parallel part up to date with the scales that were just made."""
+        """Copy the scales that were just computed to the rank's tensor-parallel part."""
         scale_inv, part = self.scales.scale_inv, self.scales.part_scale_inv
         if part is not scale_inv:
             with preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
     def part_of(self, source: Weight) -> Part | None:
-        """``source``, see ``pending``, as one of many matrices that are cast together; None where that cannot be."""
+        """Return ``source``, see ``pending``, for a launch that casts many matrices; None where that cannot be."""
         values = self.layout.matrix(source.plain)
         if self.wire.carries_scales or not values.is_contiguous():
             return None
@@ -182,7 +185,8 @@ class Shard:
         return Part(values, self.format, self.dtype, self.layout.offset, self.scales.scale, width)
 
     def pending(self, source: Weight) -> torch.Tensor:
-        """The codes for FSDP2 to gather, of ``sent_shape``; ``source`` is the shard on the device that gathers it."""
+        """Return the float8 data for FSDP2 to gather, of ``sent_shape``; ``source`` is on the device that gathers."""
+        # CPU offload: FSDP2 copies the shard to the GPU for each gather, and a kept one would hold that copy.
         if source.device != self.master.device:
             return PendingCodes(self, source)
         if self.kept is None or self.kept.source is not source or self.kept.device != source.device:
@@ -190,20 +194,20 @@ class Shard:
         return self.kept
 
     def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
-        """The codes for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""
+        """Return the data for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""
         values = self.layout.matrix(source.plain)
         codes = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
         self.cast_into(codes, values, beyond_range)
         return codes
 
     def cast_into(self, wire: torch.Tensor, values: torch.Tensor, beyond_range: float | None = None) -> None:
-        """Write the codes of the shard's values with the scales that the table holds.
+        """Write the quantized values of the shard, with the scales that the table holds.
 
         Args:
             wire: uint8, ``wire.padded_shape``, zero past the values.
             values: the shard as a matrix.
-            beyond_range: make values NaN that are larger than this many times the format's range, if it has NaN, so
-                that codes cast with an older scale are right or visibly wrong; None to clamp them.
+            beyond_range: set values to NaN that are larger than this many times the format's range, if it has NaN, so
+                that data cast with an older scale are right or visibly wrong; None to clamp them.
         """
         if not values.numel():
             return
@@ -211,6 +215,8 @@ class Shard:
         rows = wire[: values.shape[0]]
         offset, scale = self.layout.offset, self.scales.scale
         if self.wire.carries_scales:
+            # Tiles of a row begin with the row, and every rank has whole rows: the shard is
+            # quantized like a matrix of its own.
             offset, values = (0, 0), values.to(self.dtype)
             made = scales_or_nan(shard_amax(values, format.tile, offset), format)
             self.wire.scales_of(rows).copy_(made.scale_inv)
@@ -223,10 +229,10 @@ class Shard:
 
 
 class PendingCodes(torch.Tensor):
-    """uint8 codes of a shard, in the shape that FSDP2 is told, without memory. Other operators get them cast.
+    """uint8 data of a shard, in the shape that FSDP2 expects, without memory. Other operators get them cast.
 
     Attributes:
-        shard: whose codes they are.
+        shard: the shard that is cast.
         source: what is cast: the shard, on the device that gathers it.
     """
 
@@ -246,11 +252,11 @@ class PendingCodes(torch.Tensor):
 
     @override
     def view(self, *shape: Any) -> torch.Tensor:
-        """The same: FSDP2 flattens inputs and asks for bytes, before the operator that copies them."""
+        """Return itself: FSDP2 flattens inputs and asks for bytes, before the operator that copies them."""
         return self if shape in ((-1,), (torch.uint8,)) else self.codes().view(*shape)
 
     def codes(self) -> torch.Tensor:
-        """The codes, in memory of their own."""
+        """Return the data, in memory of their own."""
         return self.shard.layout.stacked(self.shard.cast(self.source))
 
     @classmethod
@@ -259,6 +265,7 @@ class PendingCodes(torch.Tensor):
     ) -> Any:
         if func.name() == ALL_GATHER_COPY_IN:
             return _copy_in(*args)
+        # FSDP2 without the operator above copies each input into the all-gather's memory: cast right into that.
         if func is torch.ops.aten.copy_.default and isinstance(args[1], PendingCodes):
             cast_into([args[1]], [args[0]])
             return args[0]
@@ -275,11 +282,12 @@ class Casts:
         self.state = _state(pending, outs)
         shards = [each.shard for each in pending]
         parts = [own.part_of(each.source) for own, each in zip(shards, pending, strict=True)]
+        # Their padding is sent too, and the all-gather's memory is not zero.
         self._short = [n for n, own in enumerate(shards) if own.values.shape != own.wire.padded_shape]
         self._together, self._alone = cuda.cast_together(parts, outs)
 
     def run(self, pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
-        """Cast the weights as they are now."""
+        """Cast the weights as they are now, each into its piece of ``outs``."""
         for number in self._short:
             outs[number].zero_()
         if self._together is not None:
@@ -290,10 +298,11 @@ class Casts:
 
 
 def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> list[Any]:
-    """What the casts depend on besides values.
+    """Return all that the casts depend on besides values.
 
     A graph that ``graph_step`` captures keeps what launched steps worked out, and any other has to do without.
     """
+    # FSDP2 allocates new memory for each gather: what matters is its alignment, and how far apart the pieces are.
     begin = outs[0].data_ptr()
     found: list[Any] = [begin % ALIGNMENT, current_capture() is None and is_capturing(outs[0])]
     for each, out in zip(pending, outs, strict=True):
@@ -306,6 +315,7 @@ def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> lis
 def _copy_in(
     inputs: Sequence[torch.Tensor], gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # This rank's part of the gathered tensor, which the all-gather sends from in place.
     own = gathered.narrow(0, size * rank, size)
     outs = own.split(sizes)
     plain = [number for number, each in enumerate(inputs) if not isinstance(each, PendingCodes)]
@@ -317,7 +327,7 @@ def _copy_in(
 
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
-    """Cast each into contiguous bytes of one memory; together, where kernels do."""
+    """Cast each shard into contiguous bytes of one memory; in one launch, where kernels do."""
     first = pending[0].shard
     if first.casts is None or first.casts.state != _state(pending, outs):
         first.casts = Casts(pending, outs)

@@ -1,4 +1,4 @@
-"""WeightRecord, what a weight is; and Weight, a parameter that codes are cast from, with FSDP2's hooks.
+"""WeightRecord, which knows a weight's module and shard; and Weight, a parameter with FSDP2's all-gather hooks.
 
 [Note: from a shard to an unsharded weight]
 
@@ -6,10 +6,10 @@
     Float8Tensor(rowwise)
 
 - A MasterWeight (``master_weight.py``) is a parameter's local tensor in high precision. All views of its storage share
-  a cell, which counts what was written. A WeightRecord is one a weight: FSDP2 pads, moves and re-makes tensors.
+  a cell, which counts what was written. A WeightRecord is one per weight: FSDP2 pads, moves and re-makes tensors.
 - A Conversion (``conversion.py``) has the records of one ``convert_to_float8``. Before the first all-gather it compares
   those that are sharded across ranks, and gives each a shard and an exchange.
-- A Shard (``shard.py``) is this rank's part. Its codes are cast right into the memory that FSDP2 sends.
+- A Shard (``shard.py``) is this rank's part. It is cast right into the memory that FSDP2 sends.
   The wire (``layout.py``) is what is sent: one uint8 matrix, with scales in its rows or none.
   That form alone is right for uneven and empty shards, Shard(1), shard groups of one, HSDP, gloo and NCCL alike. The
   scales come from an Exchange (``exchange.py``).
@@ -41,16 +41,16 @@ Metadata = tuple["Shard", str | None]
 
 
 class WeightRecord:
-    """What a weight is to FSDP2 and to a GEMM.
+    """Knows a weight's name, format, module and shard, for FSDP2's hooks and for GEMMs.
 
     Module, conversion and shard are referred to weakly. Tensors hold the record where no garbage collector sees it, and
     those three lead back to the tensors: no model would ever be freed.
 
     Attributes:
         fqn: the name in errors and reports.
-        format: the rowwise codes' format; None where no GEMM reads the weight in float8.
+        format: the rowwise operand's format; None where no GEMM reads the weight in float8.
         gathered: whether FSDP2 gathers the weight as float8.
-        in_rows: whether a row on the wire is not one byte an element: it is packed, or its scales follow.
+        in_rows: whether a row on the wire is not one byte per element: it is packed, or its scales follow.
         entered: whether the ranks that shard the weight compared it.
     """
 
@@ -90,12 +90,12 @@ class WeightRecord:
 
     @property
     def parameter(self) -> torch.Tensor | None:
-        """What the module has in the weight's place now: sharded, unsharded, or None."""
+        """The tensor that the module has in the weight's place now: sharded, unsharded, or None."""
         module = self._module()
         return None if module is None else module._parameters.get(self.name)
 
     def follow(self) -> bool:
-        """Have the shard turn to what the parameter holds now, if that is sharded; False where there is no shard."""
+        """Have the shard use what the parameter holds now, if that is sharded; False where there is no shard."""
         shard = None if self._shard is None else self._shard()
         held = getattr(self.parameter, "_local_tensor", None) if shard else None
         if shard is not None and held is not None and held is not shard.master:
@@ -116,12 +116,12 @@ class Weight(torch.Tensor):
 
     @property
     def master(self) -> "MasterWeight | None":
-        """The values in high precision; None where there are codes alone."""
+        """The values in high precision; None where there is float8 data alone."""
         raise NotImplementedError
 
     @property
     def cast_by_shard(self) -> "MasterWeight | None":
-        """What a shard of the weight casts: its master, or an empty one where the codes were there before the shard."""
+        """The master that a shard of the weight casts; an empty one where float8 data were loaded before the shard."""
         return self.master
 
     @property
@@ -130,15 +130,15 @@ class Weight(torch.Tensor):
         raise NotImplementedError
 
     def exported_as(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a state dict holds of ``parameter``, whose local tensor this is: the same memory, without a graph."""
+        """Return what a state dict holds of ``parameter``, whose local tensor this is: same memory, without a graph."""
         raise NotImplementedError
 
     def _use_count(self) -> int:
-        """What ``torch.utils.swap_tensors`` asks, which refuses a third reference, such as a graph's that saved this.
+        """Return the count that ``torch.utils.swap_tensors`` compares, at most 2: it refuses a third reference.
 
-        ``torch.nn.utils.parametrize`` and ``Module.to`` swap weights of such classes, and write to all others, which a
-        graph does not prevent. With two references torch has backward of that graph raise an error; but with one that
-        is swapped with itself, which stays what it is.
+        A graph that saved this weight is such a reference. ``torch.nn.utils.parametrize`` and ``Module.to`` swap
+        weights of such classes, and write to all others, which a graph does not prevent. With two references torch has
+        backward of that graph raise an error; but with one that is swapped with itself, which stays what it is.
         """
         count: int = super()._use_count()  # type: ignore[misc]
         return 1 if is_swapped_with_itself(self) else min(count, 2)
@@ -150,17 +150,17 @@ class Weight(torch.Tensor):
         return plain.__reduce_ex__(protocol)
 
     def was_sharded(self, shard: "Shard") -> None:
-        """A shard of the weight was made, of which nothing was gathered."""
+        """Take notice of a shard that was created for the weight, of which nothing was gathered."""
 
     def was_gathered(self, shard: "Shard") -> None:
-        """Codes of the weight as it is, with scales of its own, were gathered from all ranks."""
+        """Take notice that the weight as it is was gathered from all ranks, with scales of its own."""
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Any]:
-        """This rank's codes, one uint8 tensor of ``Shard.sent_shape`` that may be a PendingCodes, and metadata.
+        """Returns this rank's data, one uint8 tensor of ``Shard.sent_shape`` that may be a PendingCodes, and metadata.
 
         FSDP2 compares the size of what the longer form of the hook returns with the weight's, on ranks with a short
-        shard alone, while the others wait for ever. Rows that are not one byte an element take the shorter form.
+        shard alone, while the others wait for ever. Rows that are not one byte per element take the shorter form.
         """
         in_rows = self._wire_record().in_rows
         bound, hook = (_bound_rows, _rows_to_wire) if in_rows else (_bound_codes, _codes_to_wire)
@@ -174,7 +174,7 @@ class Weight(torch.Tensor):
         return self._from_wire
 
     def _wire_record(self) -> WeightRecord:
-        """The record; AttributeError where FSDP2 gathers the weight in high precision, and so is to find no hooks."""
+        """Return the record; AttributeError where FSDP2 gathers in high precision and has to find no hooks."""
         record = self.record
         if record is None or not record.gathered:
             raise AttributeError("the weight is gathered in high precision")
@@ -199,9 +199,12 @@ class Weight(torch.Tensor):
             shard.exchange.resolve(shard, self, gathered, ticket)
         if ticket is None or not shard.master.numel():  # an empty shard asks, and has nothing to have changed
             self.was_gathered(shard)
+        # FSDP2 gathered into the memory of the first call again: the Float8Tensor of that
+        # call views it, and the scales.
         if out is not None:
             return None
         scales = shard.scales
+        # rowwise w [N, K]; dgrad's columnwise operand is computed from these bytes in backward.
         codes, scale_inv = shard.wire.unsharded(gathered, scales.part_scale_inv)
         rowwise = Operand(codes, scale_inv, shard.wire.format_whole, scales.global_scale_inv)
         return Float8Tensor(rowwise, None, param_dtype, shard.layout.leading), (gathered,)
@@ -244,12 +247,12 @@ _bound_codes, _bound_rows = bound_hook(_codes_to_wire), bound_hook(_rows_to_wire
 
 
 def master_of(local: torch.Tensor) -> "MasterWeight | None":
-    """The high-precision values behind a parameter's local tensor; None for a plain tensor or codes alone."""
+    """Return the high-precision values behind a parameter's local tensor; None for a plain tensor or float8 alone."""
     return local.master if isinstance(local, Weight) else None
 
 
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded parameter, or the whole of any other."""
+    """Return this rank's part of a sharded parameter, or the whole of any other."""
     return weight._local_tensor if is_dtensor(weight) else weight
 
 
@@ -275,18 +278,18 @@ def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
 
 
 def exported(weight: torch.Tensor) -> torch.Tensor:
-    """A weight, or an optimizer's master of one, as a state dict holds it: in the same memory, without a graph."""
+    """Return a weight, or an optimizer's master of one, as a state dict holds it: same memory, without a graph."""
     local = local_tensor(weight)
     return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()
 
 
 def _is_raw(tensor: object) -> bool:
-    """Whether a tensor is codes of one byte without their scales: a Float8Tensor has the dtype that it stands for."""
+    """Return whether a tensor is float8 bytes without their scales; a Float8Tensor has the dtype that it stands for."""
     return isinstance(tensor, torch.Tensor) and tensor.itemsize == 1
 
 
 def is_of_tensors(weight: torch.Tensor) -> bool:
-    """Whether a weight is a tensor of other tensors, as other libraries' quantized weights are."""
+    """Return whether a weight is a tensor of other tensors, as other libraries' quantized weights are."""
     return (
         hasattr(type(weight), "__tensor_flatten__")
         and not isinstance(weight, Weight)
@@ -334,7 +337,7 @@ def check_not_raw(fqn: str, values: Mapping[str, object]) -> None:
 
 
 def casting(fqn: str, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What ``nn.Module._apply`` is given, but an error where it makes float8 codes of values.
+    """Return ``fn`` for ``nn.Module._apply``, with an error where it would turn values into float8 without scales.
 
     torch's cast has no scale: it is silent about what lies beyond the largest code, and from 2.13 on cuts it off.
     """

@@ -1,4 +1,4 @@
-"""What a conversion refuses before it changes a model: each error names the layer and what to do."""
+"""Refuses what cannot be converted before a model changes: each error names the layer and what to do."""
 
 import warnings
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ CONVERT_FIRST = "call convert_to_float8 before fully_shard and parallelize_modul
 
 
 def refuse_sharded(model: torch.nn.Module, todo: str = CONVERT_FIRST) -> None:
-    """A sharded weight's parts cannot become one master weight, nor a plain one; ``todo`` says what to do instead."""
+    """Refuse a sharded weight: its parts cannot become one master weight, nor a plain one. ``todo`` is the advice."""
     for fqn, module in model.named_modules():
         if (
             is_fsdp_module(module)
@@ -56,7 +56,7 @@ def refuse_taken_names(
     made: type[torch.nn.Module] = Float8Linear,
     seams: Sequence[str] = (),
 ) -> None:
-    """A module's own attributes would be hidden by those that ``made``, the class that it turns into, gives it.
+    """Refuse a module whose own attributes would be hidden by those of ``made``, the class that it turns into.
 
     Args:
         module: what is to be converted.
@@ -80,13 +80,13 @@ def _is_dunder(name: str) -> bool:
 
 
 def is_converted(module: Any) -> bool:
-    """Whether a module has weights that were converted."""
+    """Return whether a module has weights that were converted."""
     conversion = vars(module).get("converted")
     return isinstance(conversion, Conversion) and conversion.owns(module)
 
 
 def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | None]) -> None:
-    """A layer keeps the recipe that it was converted with."""
+    """Refuse another recipe for a layer: it keeps the one that it was converted with."""
     module: Any
     for fqn, module in model.named_modules():
         if not is_converted(module) or (recipe := recipes.of(fqn)) is None:
@@ -99,13 +99,14 @@ def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | N
 
 
 def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
-    """A weight is cast and gathered once, so all of its layers read the same codes."""
+    """Refuse recipes that read a tied weight differently: it is cast and gathered once, for all of its layers."""
     recipes: dict[torch.nn.Module, Recipe] = {layer.module: layer.plan.recipe for layer in chosen}
     readers: dict[int, tuple[str, Recipe]] = {}
     for fqn, module in model.named_modules():
         recipe = module.plan.recipe if isinstance(module, Float8Linear) else recipes.get(module)
         if recipe is None:
             continue
+        # The first layer with this weight decides; each later one is compared with it.
         other_fqn, other = readers.setdefault(id(module.weight), (fqn, recipe))
         if (recipe.formats("w"), recipe.scaling) != (other.formats("w"), other.scaling):
             raise Float8ConfigError(
@@ -115,7 +116,7 @@ def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
 
 
 def quantizers_steps(rule: Any) -> list[str]:
-    """The steps of a quantizer in a rule by which transformers loaded weights, by their classes' names.
+    """Return the steps of a quantizer in a rule by which transformers loaded weights, by their classes' names.
 
     A model keeps its rules and reverts them when it is saved. Source: ``transformers.integrations`` defines all steps
     of quantizers, and no others.
@@ -127,8 +128,8 @@ def quantizers_steps(rule: Any) -> list[str]:
 def warn_of_quantized_origin(model: torch.nn.Module) -> None:
     """Warn where transformers dequantized a model when it loaded it, and would quantize it again when it saves it.
 
-    It writes codes then and no ``quantization_config``, so a reader takes them as values. Source: transformers up to
-    5.23; later ones drop the rules of a model that they dequantize.
+    It writes float8 then and no ``quantization_config``, so a reader takes the data as values. Source: transformers up
+    to 5.23; later ones drop the rules of a model that they dequantize.
     """
     for module in model.modules():
         steps = [

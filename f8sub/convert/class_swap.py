@@ -1,9 +1,4 @@
-"""Which classes are converted, and to which: those of linear layers, and kinds of modules that features add.
-
-Without gradients ``nn.TransformerEncoderLayer`` multiplies by the weights of ``linear1`` and ``linear2`` itself, and
-``nn.TransformerEncoder`` gives its layers nested tensors where there is a padding mask. So converted encoders run their
-layers in evaluation, too.
-"""
+"""Chooses the float8 class of a layer's class, and holds the converters that features add for other modules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -17,16 +12,16 @@ from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion, LayerGuest
 
 extensions: dict[type[torch.nn.Linear], Mapping[str, Any]] = {}
-"""Those whose forward is nn.Linear's, or calls it through ``super()``, and whose weight nothing else reads.
+"""Classes whose forward is nn.Linear's, or calls it through ``super()``, and whose weight nothing else reads.
 
-With methods that their float8 classes have besides, such as one by which another forward comes to the product."""
+Each with methods that its float8 class has besides, such as one by which another forward comes to the product."""
 
 
 _made: dict[type[torch.nn.Linear], type[Float8Linear]] = {torch.nn.Linear: Float8Linear}
 
 
 def float8_class(cls: type[torch.nn.Linear]) -> type[Float8Linear]:
-    """The class that layers of ``cls`` turn into: ``Float8Linear``, or one of both.
+    """Return the class that layers of ``cls`` turn into: ``Float8Linear``, or one of both.
 
     Float8Linear stands right before nn.Linear in its method resolution order: ``super().forward`` of ``cls`` runs in
     float8, and everything else of ``cls`` stays.
@@ -38,17 +33,17 @@ def float8_class(cls: type[torch.nn.Linear]) -> type[Float8Linear]:
 
 
 def plain_class(layer: Float8Linear) -> type[torch.nn.Linear]:
-    """The class that the layer had before it was converted."""
+    """Return the class that the layer had before it was converted."""
     return plain_class_of(type(layer))
 
 
 def plain_class_of(cls: type[Float8Linear]) -> type[torch.nn.Linear]:
-    """The class that turned into ``cls``."""
+    """Return the class that turned into ``cls``."""
     return torch.nn.Linear if cls is Float8Linear else cls.__bases__[0]
 
 
 def _reduce(layer: Float8Linear, protocol: Any) -> Any:
-    """Copies and pickles name the class that was converted: one of two has no name to be found by."""
+    """Have copies and pickles name the class that was converted: one of two has no name to be found by."""
     return _new_layer, (plain_class(layer),), layer.__getstate__()  # type: ignore[no-untyped-call]
 
 
@@ -58,7 +53,7 @@ def _new_layer(cls: type[torch.nn.Linear]) -> Float8Linear:
 
 
 def why_not_class(module: torch.nn.Linear) -> str | None:
-    """Why a linear layer's class cannot become a float8 one; None where it can.
+    """Return why a linear layer's class cannot become a float8 one; None where it can.
 
     What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
     """
@@ -83,14 +78,21 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
 
 
 class FusedEncoders(LayerGuest):
-    """What both modules ask before they fuse is set to no; ``convert_from_float8`` leaves it so."""
+    """Turns off the fused paths of nn.TransformerEncoder and its layers; ``convert_from_float8`` leaves them off.
+
+    Without gradients ``nn.TransformerEncoderLayer`` multiplies by the weights of ``linear1`` and ``linear2`` itself,
+    and ``nn.TransformerEncoder`` gives its layers nested tensors where there is a padding mask.
+    """
 
     @override
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         for module in model.modules():
             if isinstance(module, torch.nn.TransformerEncoder) and _is_in(module):
+                # What the encoder asks before it makes nested tensors, which no float8 layer takes.
                 module.use_nested_tensor = False
             if isinstance(module, torch.nn.TransformerEncoderLayer) and _is_in(module):
+                # What a layer asks before it runs the fused kernel, which reads
+                # ``linear1.weight`` and never calls ``linear1``.
                 module.activation_relu_or_gelu = 0
 
 
@@ -99,7 +101,7 @@ def _is_in(module: torch.nn.Module) -> bool:
 
 
 class Converter(Protocol):
-    """How a feature converts modules of one kind.
+    """Converts modules of one kind, for a feature.
 
     A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and ``follow``, see
     ``Float8Linear``.
@@ -109,7 +111,7 @@ class Converter(Protocol):
         """Raise Float8ConfigError for values of the feature's options that there are not."""
 
     def takes(self, module: torch.nn.Module) -> bool:
-        """Whether a module, converted or not, is of the kind."""
+        """Return whether a module, converted or not, is of the kind."""
 
     def by_options(
         self,
@@ -118,7 +120,7 @@ class Converter(Protocol):
         recipe: Recipe | None,
         options: Mapping[str, Any],
     ) -> str | None:
-        """Why a caller's options of the feature leave a module as it is; None where they do not.
+        """Return why a caller's options of the feature leave a module as it is; None where they do not.
 
         Args:
             modules: all of the model, by name.
@@ -128,19 +130,19 @@ class Converter(Protocol):
         """
 
     def why_not(self, module: torch.nn.Module) -> str | None:
-        """Why it cannot be converted; None where it can."""
+        """Return why it cannot be converted; None where it can."""
 
     def planned(
         self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
     ) -> Callable[[Conversion], None]:
-        """What converts the module, and enters its weights in the conversion; changes nothing before that is called.
+        """Return a function that converts the module and enters its weights; nothing changes before that is called.
 
         Raises:
             Float8ConfigError: the recipe or the backend cannot be.
         """
 
     def revert(self, module: torch.nn.Module) -> None:
-        """Make the module what it was; its weights are plain parameters already."""
+        """Restore the module as it was; its weights are plain parameters already."""
 
 
 converters: list[Converter] = []

@@ -1,4 +1,4 @@
-"""nn.Linear to Float8Linear and back: in place, by class swap, before ``fully_shard``."""
+"""Converts nn.Linear to Float8Linear and back: in place, by class swap, before ``fully_shard``."""
 
 import functools
 import inspect
@@ -147,7 +147,7 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
 
 
 def _one_of(name: str, given: Any, other: Mapping[str, Any]) -> Any:
-    """An option's value, or that of its alias; None where neither was given. Float8ConfigError where they differ."""
+    """Return an option's value, or its alias's; None where neither was given, Float8ConfigError where they differ."""
     alias = next(alias for alias, of in ALIASES.items() if of == name)
     by_alias = other.get(alias)
     if given is not None and by_alias is not None and given != by_alias:
@@ -168,6 +168,7 @@ def _convert_selected(
     require(CONVERSION)
     for converter in class_swap.converters:
         converter.check(of_features)
+    # Before anything else is looked at: sharded weights have other shapes, classes and owners.
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
     modules = dict(model.named_modules())
@@ -179,6 +180,7 @@ def _convert_selected(
         if reason in IN_FLOAT8:
             modules[fqn].__dict__.pop(SKIP_REASON, None)
         else:
+            # On the module, so that conversion_report and repr need no record of this call.
             setattr(modules[fqn], SKIP_REASON, reason)
     idle = idle_patterns(list(modules), asked, selection, linears)
     # All plans before the first layer is converted: one that cannot be made leaves the model as it was.
@@ -226,7 +228,7 @@ def _convert_selected(
 def other_reasons(
     modules: Mapping[str, torch.nn.Module], selection: Selection, of_features: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """As ``Selection.reasons``, of what features convert besides linear layers.
+    """Return ``Selection.reasons`` of what features convert besides linear layers.
 
     Args:
         modules: all modules of the model by name.
@@ -246,6 +248,7 @@ def other_reasons(
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:
     module: Any = layer.module
+    # The same object: hooks, parents' references and parameters stay.
     module.__class__ = float8_class(type(module))
     module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
@@ -255,7 +258,8 @@ def _convert(layer: Chosen, conversion: Conversion) -> None:
 
 
 def _wrap_weights(conversion: Conversion) -> None:
-    """Make master weights of the weights of a conversion; tied ones stay tied."""
+    """Turn the weights of a conversion into master weights; tied ones stay tied."""
+    # By identity of the old parameter: each of its owners gets the same new one.
     made: dict[int, torch.nn.Parameter] = {}
     for record in conversion.records:
         weight = record.module._parameters[record.name]
@@ -275,14 +279,14 @@ def replace_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Pa
 
 
 def _device_of(module: torch.nn.Linear) -> torch.device:
-    """Where the layer will run: a layer on meta runs on the accelerator, or on the CPU where there is none."""
+    """Return the device where the layer will run: for meta the accelerator, or the CPU where there is none."""
     if module.weight.device.type != "meta":
         return module.weight.device
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model: the check across ranks before any weight is gathered, once."""
+    """Compare the ranks in a forward pre-hook of a converted model, before any weight is gathered, once."""
     if not torch.compiler.is_compiling():
         conversion.refresh(gathered=True)
         remove_hook(check_ranks_hook, module)
@@ -329,7 +333,7 @@ def convert_from_float8(model: Model) -> Model:
 
 
 def _refuse_parametrized(model: torch.nn.Module) -> None:
-    """A parametrized module has a class that torch made of its float8 class."""
+    """Refuse parametrized modules: their class is one that torch derived from the float8 class."""
     found = [m for m in model.modules() if is_converted(m) and "parametrizations" in m._modules]
     if found:
         fqns = ", ".join(module.fqn for module in found)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Which layers stay in high precision unless a user says otherwise: heads, routers, adapters, small layers."""
+"""Selects layers that stay in high precision unless a user says otherwise: heads, routers, adapters, small layers."""
 
 import fnmatch
 import functools
@@ -34,7 +34,7 @@ torchtitan's debug model of DeepSeek-V3, of 256 features, 48 %.
 
 
 class Place(NamedTuple):
-    """One segment, ``segments[at]``, of a linear layer's name; modules and linear layers of its model by name."""
+    """Names one segment, ``segments[at]``, of a linear layer's name; modules and linear layers of its model by name."""
 
     modules: Mapping[str, torch.nn.Module]
     linears: Mapping[str, torch.nn.Linear]
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     at: int
 
     def name(self, length: int) -> str:
-        """The layer's name, or that of a module around it: the first ``length`` segments."""
+        """Return the layer's name, or that of a module around it: the first ``length`` segments."""
         return ".".join(self.segments[:length])
 
 
@@ -52,11 +52,11 @@ def _is_beside_experts(place: Place) -> bool:
 
 
 def _makes_outputs(place: Place) -> bool:
-    """Whether the module at that place is a head, and the layer makes its outputs.
+    """Return whether the module at that place is a head, and the layer computes its outputs.
 
-    - The module is not a part of a numbered block: of a list, or of a Sequential that has several of one class.
-    - No other linear layer comes after that module among those of its parent, other heads excepted.
-    - The head's next layer does not take what the layer makes, told by their sizes: hidden layers make no outputs.
+    - The module is not a part of a numbered block: of a list, or of a Sequential that has several of one class. - No
+    other linear layer comes after that module among those of its parent, other heads excepted. - The head's next layer
+    does not take what the layer returns, told by their sizes: hidden layers are no outputs.
     """
     modules, linears, segments, at = place
     for i in (i for i in range(at) if segments[i].isdigit()):
@@ -66,6 +66,7 @@ def _makes_outputs(place: Place) -> bool:
             return False
     names = (name.split(".") for name in linears)
     children = [name[at] for name in names if name[:at] == segments[:at] and len(name) > at]
+    # Siblings after this one: heads come last in a model, and layers of a block with such a name do not.
     if not HEADS.issuperset(children[len(children) - children[::-1].index(segments[at]) :]):
         return False
     head, fqn = place.name(at + 1), place.name(len(segments))
@@ -75,7 +76,7 @@ def _makes_outputs(place: Place) -> bool:
 
 
 class Rule(NamedTuple):
-    """Layers that stay in high precision.
+    """Describes layers that stay in high precision.
 
     Attributes:
         reason: as reports show it.
@@ -128,7 +129,7 @@ OUTPUTS = "get_output_embeddings"
 def default_reasons(
     modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
 ) -> dict[str, str]:
-    """The linear layers that stay in high precision for their name and place, or told heads, with the reason of each.
+    """Return the linear layers that stay in high precision for their name and place, or as heads, with each reason.
 
     Args:
         modules: all modules of the model by name.
@@ -151,7 +152,7 @@ def default_reasons(
 
 
 def _told_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    """The output heads that modules name themselves, whatever they call them."""
+    """Yield the output heads that modules name themselves, whatever they call them."""
     for module in modules.values():
         if not callable(told := getattr(module, OUTPUTS, None)):
             continue
@@ -164,7 +165,7 @@ def _told_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn.Mod
 
 
 def too_small(linears: Mapping[str, torch.nn.Linear], min_dim: int | None) -> dict[str, str]:
-    """The layers whose smaller dimension is below ``min_dim``, with the reason of each.
+    """Return the layers whose smaller dimension is below ``min_dim``, with the reason of each.
 
     Args:
         linears: all layers that would be converted otherwise, by name.
@@ -180,10 +181,11 @@ def too_small(linears: Mapping[str, torch.nn.Linear], min_dim: int | None) -> di
 
 
 def is_small(sizes: Collection[tuple[int, int]]) -> bool:
-    """Whether more than ``MOST_SMALL`` of the FLOPs are in layers whose smaller dimension is below ``MIN_DIM``.
+    """Return whether more than ``MOST_SMALL`` of the FLOPs are in layers whose smaller dimension is below ``MIN_DIM``.
 
     ``sizes`` are the features in and out of each layer.
     """
+    # K * N stands for a layer's FLOPs: all layers see the same number of rows.
     below = sum(math.prod(size) for size in sizes if min(size) < MIN_DIM)
     return below > sum(map(math.prod, sizes)) * MOST_SMALL
 

@@ -1,4 +1,4 @@
-"""Which layers are converted, and with which recipe: one reason for every layer that is not.
+"""Selects which layers are converted, and with which recipe: one reason for every layer that is not.
 
 Layers are named by glob patterns; a pattern that does nothing is a warning, which says what was meant.
 """
@@ -24,12 +24,12 @@ from f8sub.weights.weight import is_of_tensors
 
 
 def kind_of(fqn: str) -> str:
-    """The name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
+    """Return the name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
 def kinds(fqns: Iterable[str]) -> list[str]:
-    """Each kind once, and the name of a layer that is the only one of its kind."""
+    """Return each kind once, and the name of a layer that is the only one of its kind."""
     found: dict[str, list[str]] = {}
     for fqn in fqns:
         found.setdefault(kind_of(fqn), []).append(fqn)
@@ -37,12 +37,12 @@ def kinds(fqns: Iterable[str]) -> list[str]:
 
 
 def name_of(alike: list[str]) -> str:
-    """The name of one layer, or the kind of several."""
+    """Return the name of one layer, or the kind of several."""
     return alike[0] if len(alike) == 1 else kind_of(alike[0])
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Whether a glob pattern matches ``fqn`` as a run of whole segments.
+    """Return whether a glob pattern matches ``fqn`` as a run of whole segments.
 
     ``"lm_head"`` matches ``model.lm_head`` and ``lm_head.proj``, never ``lm_head2``; ``"layers.0"`` matches
     ``model.layers.0.mlp.up`` and not ``model.layers.01``.
@@ -55,7 +55,7 @@ def matches(pattern: str, fqn: str) -> bool:
 
 
 def runs_of(segments: list[str], length: int) -> list[list[str]]:
-    """Every so many neighbours among the segments of a name."""
+    """Return every run of so many neighbours among the segments of a name."""
     return [segments[i : i + length] for i in range(len(segments) - length + 1)]
 
 
@@ -72,12 +72,12 @@ IN_FLOAT8 = (None, ALREADY)
 
 
 class LayerChoices(Generic[Choice]):
-    """An option of each layer: one for all, or that of the first glob pattern that matches its name.
+    """Holds an option of each layer: one for all, or that of the first glob pattern that matches its name.
 
     Args:
         option: what is chosen, for errors.
         given: the choice, or a mapping from patterns (see ``matches``) to choices.
-        read: what makes a choice of what was given.
+        read: turns what was given into a choice.
         other: the choice of a layer that no pattern matches.
 
     Raises:
@@ -96,17 +96,17 @@ class LayerChoices(Generic[Choice]):
         self.by_pattern = {pattern: read(chosen) for pattern, chosen in by_pattern.items()}
 
     def of(self, fqn: str) -> Choice:
-        """A layer's choice."""
+        """Return a layer's choice."""
         pattern = self.pattern_of(fqn)
         return self._other if pattern is None else self.by_pattern[pattern]
 
     def pattern_of(self, fqn: str) -> str | None:
-        """The pattern that decides for a layer."""
+        """Return the pattern that decides for a layer; None where none matches."""
         return next((pattern for pattern in self.by_pattern if matches(pattern, fqn)), None)
 
 
 def layer_recipes(recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> LayerChoices[Recipe | None]:
-    """The recipe of each layer; None where no pattern matches, and the layer stays in high precision.
+    """Return the recipe of each layer; None where no pattern matches, and the layer stays in high precision.
 
     Raises:
         Float8ConfigError: an unknown recipe, or a key that is no pattern.
@@ -116,7 +116,7 @@ def layer_recipes(recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> LayerCho
 
 @dataclass(frozen=True)
 class Selection:
-    """What a caller of ``convert_to_float8`` says about which layers are converted, and to what.
+    """Holds a caller's choice of the layers that ``convert_to_float8`` converts, and of their recipes.
 
     Attributes:
         recipes: which recipe each layer would get.
@@ -149,11 +149,12 @@ class Selection:
     def reasons(
         self, modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
     ) -> dict[str, str | None]:
-        """Why each linear layer stays as it is, by name; None where it is converted."""
+        """Return why each linear layer stays as it is, by name; None where it is converted."""
         by_default = default_reasons(modules, linears) if self.defaults else {}
         found = {fqn: self._why_not(module, fqn, by_default.get(fqn)) for fqn, module in linears.items()}
         if self.defaults or self.min_dim is not None:
             left = {fqn: linears[fqn] for fqn, reason in found.items() if reason is None}
+            # After all other reasons: the share of small layers is of those that would be converted.
             found |= too_small(left, self.min_dim)
         # A weight is gathered as float8 for all of its owners or for none.
         owners: dict[int, list[str]] = defaultdict(list)
@@ -168,9 +169,10 @@ class Selection:
         return found
 
     def why_not_asked(self, module: torch.nn.Module, fqn: str, by_default: str | None = None) -> str | None:
-        """Why a caller's options leave a module as it is; None where they do not."""
+        """Return why a caller's options leave a module as it is; None where they do not."""
         if pattern := next((p for p in self.skip if matches(p, fqn)), None):
             return f"skip={pattern!r}"
+        # torchao's and torchtitan's rule: any part of the name, not whole segments.
         if part := next((p for p in self.filter_fqns if p in fqn), None):
             return f"filter_fqns={part!r}"
         if by_default is not None:
@@ -195,7 +197,7 @@ class Selection:
 
 
 def _check_filter(function: Any) -> None:
-    """Float8ConfigError for a filter that cannot be called with a module and its name."""
+    """Raise Float8ConfigError for a filter that cannot be called with a module and its name."""
     said = "filter_fn is called with a layer and its name, (module, fqn), and returns True to convert it"
     if not callable(function):
         raise Float8ConfigError(f"{said}; got {shown(function)}")
@@ -210,7 +212,7 @@ def _check_filter(function: Any) -> None:
 
 
 def why_not_weight(weight: torch.Tensor, name: str = "its weight") -> str | None:
-    """Why a weight can have no float8 codes, which are cast from values in high precision; None where it can."""
+    """Return why a weight cannot be quantized, which takes values in high precision; None where it can."""
     if weight.dtype not in HIGH_PRECISION:
         return f"{name} is {weight.dtype}"
     kind = type(weight)
@@ -232,7 +234,7 @@ def idle_patterns(
     selection: Selection,
     linears: Container[str],
 ) -> tuple[str, ...]:
-    """Patterns that do nothing, after a warning about those of each option.
+    """Return patterns that do nothing, after a warning about those of each option.
 
     Args:
         names: of all modules.
@@ -277,8 +279,9 @@ def _why_idle(
 
 
 def _with_nearest(message: str, pattern: str, names: Iterable[str]) -> str:
-    """A message about a pattern that matches none of ``names``, with the runs of their segments that look like it."""
+    """Append to a message about a pattern the runs of segments of ``names`` that look like it."""
     length = len(pattern.split("."))
+    # By kind, or a model of 100 equal blocks would have its names compared 100 times.
     kinds = dict.fromkeys(map(kind_of, names))
     runs = dict.fromkeys(".".join(run) for kind in kinds for run in runs_of(kind.split("."), length))
     found = difflib.get_close_matches(pattern, list(runs), MOST_SUGGESTIONS)

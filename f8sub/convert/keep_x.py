@@ -1,7 +1,4 @@
-"""What layers are asked to keep of x, what "auto" is for an x, and what recipes refuse.
-
-Which modules of a converted model open a scope in which siblings share an x.
-"""
+"""Reads ``keep_x``, refuses what recipes cannot keep, and opens the scopes in which siblings share an x."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +16,7 @@ from f8sub.weights.conversion import Conversion, LayerGuest
 
 
 def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
-    """What each layer keeps of x, one of ``KEEP_X``; "auto" where no pattern matches.
+    """Return what each layer keeps of x, one of ``KEEP_X``; "auto" where no pattern matches.
 
     Raises:
         Float8ConfigError: another word, or a key that is no pattern.
@@ -34,7 +31,7 @@ def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
 
 
 def refuse_unkeepable(chosen: Sequence[Chosen]) -> None:
-    """A recipe may be unable to keep x as it is asked to."""
+    """Raise Float8ConfigError for a layer whose recipe is unable to keep x as it is asked to."""
     for _, fqn, plan, _, keep_x in chosen:
         if reason := why_not_kept(plan.recipe, keep_x):
             raise Float8ConfigError(
@@ -43,7 +40,7 @@ def refuse_unkeepable(chosen: Sequence[Chosen]) -> None:
 
 
 class KeepX(LayerGuest):
-    """What is said of the option."""
+    """Compares ``keep_x`` across ranks, and shows it where it is not "auto"."""
 
     @override
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:
@@ -56,15 +53,17 @@ class KeepX(LayerGuest):
 
 
 class SharedInputs(LayerGuest):
-    """What opens and closes the scopes of a converted model."""
+    """Registers the hooks that open and close the scopes of a converted model."""
 
     @override
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
         # Under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one.
         shared: int | None = None
         for module in model.modules():
+            # Only siblings are given the very same x: q, k and v, or gate and up.
             if sum(isinstance(child, Float8Linear) for child in module.children()) > 1:
                 module.register_forward_pre_hook(open_scope)
+                # Always called: a forward that raises must not leave an x in the scope, which would keep its memory.
                 own = module.register_forward_hook(close_scope, always_call=True).id
                 shared = own if shared is None else shared
                 for hooks in (module._forward_hooks, module._forward_hooks_always_called):

@@ -1,4 +1,4 @@
-"""Errors and warnings of a conversion: foreign names and calls, nothing converted, x encoded again, slow GEMMs."""
+"""Words the errors and warnings of a conversion: foreign names, nothing converted, x encoded again, slow GEMMs."""
 
 import warnings
 from collections import defaultdict
@@ -63,7 +63,7 @@ NAMES = {
 
 
 def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
-    """The error of an attribute that f8sub has not, with what stands for another library's name, or the nearest names.
+    """Return the error for an attribute that f8sub lacks, with what stands for a foreign name, or the nearest names.
 
     Args:
         name: that was asked for.
@@ -71,6 +71,7 @@ def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
     """
     near = ", ".join(nearest(name, known))
     meant = NAMES.get(name)
+    # Another library's name has a counterpart here; a misspelt one of f8sub's has near names.
     told = f"; there is {meant}" if meant else f" (nearest: {near})" if near else ""
     return AttributeError(f"module 'f8sub' has no attribute {name!r}{told}", name=name)
 
@@ -118,7 +119,7 @@ ADVICE = {
 
 
 def why_nothing(model: torch.nn.Module, strict: bool) -> str:
-    """Why no layer of a model was converted, and what to do; ``strict`` where that is an error."""
+    """Describe why no layer of a model was converted, and what to do; ``strict`` where that is an error."""
     classes = {other.detail.partition(":")[0]: other.reason for other in other_weights(model)}
     whys = [f"{name} ({reason})" if reason else name for name, reason in classes.items()]
     others = f"; nor does f8sub convert its {', '.join(whys)}" if whys else ""
@@ -144,7 +145,7 @@ def why_nothing(model: torch.nn.Module, strict: bool) -> str:
 
 
 def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
-    """A ``Float8ConfigError`` that says why; a warning where that is not ``strict``, or all was converted before."""
+    """Raise a ``Float8ConfigError`` that says why; warn where not ``strict``, or where all was converted before."""
     if count := sum(map(is_converted, model.modules())):
         warnings.warn(
             f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8",
@@ -155,12 +156,13 @@ def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
     message = f"convert_to_float8 found nothing to convert: {why_nothing(model, strict)}"
     if strict:
         raise Float8ConfigError(message)
+    # So that precompute_scales, which a script calls all the same, does nothing instead of raising.
     Conversion.see(model)
     warnings.warn(message, Float8Warning, stacklevel=4)
 
 
 def reencodes(recipe: Recipe) -> bool:
-    """Whether "recompute" makes other codes than "float8": re-scaled ones, where no byte transpose will do."""
+    """Return whether "recompute" gives other data than "float8": re-scaled, where no byte transpose will do."""
     rowwise, columnwise = recipe.formats("x")
     return not (rowwise is None or columnwise is None or rowwise.tile.is_transpose_of(columnwise.tile))
 
@@ -191,7 +193,7 @@ eager code: 30 times with e8m0 scales of 1x32, 37 times with e2m1.
 
 
 def reference_warning(plans: Iterable[Plan]) -> str | None:
-    """What to tell users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
+    """Return the warning for users whose GEMMs run by the reference on a GPU unasked; None where no GEMM does."""
     slow = {
         plan.recipe.name: plan
         for plan in plans
@@ -207,6 +209,7 @@ def reference_warning(plans: Iterable[Plan]) -> str | None:
     )
     device = next(iter(slow.values())).device
     plans_there = (Plan.make(get_recipe(name), device) for name in recipe_names())
+    # Which recipes have kernels depends on the device and the torch: ask the same selection that layers use.
     native = [plan.recipe.name for plan in plans_there if REFERENCE not in plan.gemms.values()]
     return (
         f"{listed}: no native float8 GEMM on {_shown(device)}, so the reference backend multiplies, which takes about "
@@ -223,7 +226,7 @@ def _shown(device: torch.device) -> str:
 
 
 class ReferenceWarning(LayerGuest):
-    """What warns, once a conversion."""
+    """Warns once per conversion of GEMMs that run by the reference on a GPU."""
 
     def __init__(self) -> None:
         self._warned = False

@@ -1,4 +1,4 @@
-"""Weights that are multiplied in no nn.Linear: experts, attention's, Conv1D's, routers', convolutions'."""
+"""Finds weights that are multiplied in no nn.Linear: experts, attention's, Conv1D's, routers', convolutions'."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ NOT_MULTIPLIED = ("embedding", "norm")
 
 @dataclass(frozen=True, slots=True)
 class OtherWeights:
-    """The weights of one module that is no nn.Linear.
+    """Describes the weights of one module that is no nn.Linear.
 
     Attributes:
         fqn: its name in the model.
@@ -54,7 +54,7 @@ class OtherWeights:
 
 
 def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tuple[OtherWeights, ...]:
-    """All modules of ``model`` that multiply by weights of their own and are no nn.Linear.
+    """Return all modules of ``model`` that multiply by weights of their own and are no nn.Linear.
 
     Found are those that were counted, whatever they are. By their shapes and classes, counted or not, are found weights
     of three dimensions, as experts have them, unless the first is 1, as position embeddings have it; those of
@@ -72,7 +72,7 @@ def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tup
 
 
 def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
-    """Names and sizes of parameters of which shapes and classes do not say how often they are multiplied by."""
+    """Return names and sizes of parameters whose shapes and classes do not tell how often they are multiplied by."""
     return {
         f"{fqn}.{name}" if fqn else name: parameter.numel()
         for fqn, module, own in _own_weights(model)
@@ -86,7 +86,7 @@ def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
 def _own_weights(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.nn.Parameter]]]:
-    """Of each module that is no nn.Linear the parameters that no module before it has."""
+    """Yield each module that is no nn.Linear, with the parameters that no module before it has."""
     seen: set[int] = set()
     for fqn, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -101,7 +101,7 @@ def _own_weights(
 
 
 def active_share(model: torch.nn.Module, fqn: str, experts: int) -> float | None:
-    """The share of a module's experts that one token is sent to: top_k over their number.
+    """Return the share of a module's experts that one token is sent to: top_k over their number.
 
     ``top_k`` is looked for in the module itself, then in each module around it, in that module's children (a router is
     one) and in its config.
@@ -127,7 +127,7 @@ def active_share(model: torch.nn.Module, fqn: str, experts: int) -> float | None
 
 
 def active_share_of_linear(model: torch.nn.Module, fqn: str) -> float:
-    """``active_share`` of a linear layer in a numbered list of experts; 1 of any other layer."""
+    """Return ``active_share`` of a linear layer in a numbered list of experts; 1 of any other layer."""
     segments = fqn.split(".")
     for i in range(1, len(segments)):
         if segments[i].isdigit() and "expert" in segments[i - 1]:
@@ -156,11 +156,12 @@ def _configs(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _read_by_gemms(module: torch.nn.Module, own: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Names of the parameters among a module's own that it multiplies by."""
+    """Return names of the parameters among a module's own that it multiplies by."""
     if isinstance(module, CONVOLUTIONS):
         return [name for name in own if name == "weight"]
     if isinstance(module, MATRICES):
         return [name for name, parameter in own.items() if parameter.dim() > 1]
+    # A known class of experts may have one; of others a first dimension of 1 is that of position embeddings.
     least = 1 if seam_of(module) is not None else 2
     stacked = [name for name, p in own.items() if p.dim() == 3 and p.shape[0] >= least]
     if stacked or any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED):
@@ -187,6 +188,7 @@ def _described(
         share = active_share(model, fqn, experts)
         used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"
         used = used if counted is None else ""
+        # One multiplication per element and token, of the experts that a token is sent to.
         multiplications *= share or 1.0
         if is_converted(module):
             in_float8 = multiplications

@@ -1,4 +1,4 @@
-"""From converted weights in high precision to primary weights in float8, and to codes alone."""
+"""Turns converted weights in high precision into primary weights in float8, and drops their masters."""
 
 import warnings
 import weakref
@@ -21,7 +21,7 @@ from f8sub.weights.weight import WeightRecord, local_tensor, master_of, take_pla
 
 
 class PrimaryWeights(Guest):
-    """Whether the weights of a conversion become float8, and the optimizers that may step them.
+    """Knows whether the weights of a conversion become float8, and the optimizers that may step them.
 
     Attributes:
         chosen: whether they become float8 once an optimizer has their masters.
@@ -30,6 +30,7 @@ class PrimaryWeights(Guest):
 
     def __init__(self, conversion: Conversion) -> None:
         self.chosen = bool(conversion.options.get("primary_weights"))
+        # By cell: FSDP2 re-makes the tensors, and what shares their storage shares the cell.
         self.taken: weakref.WeakSet[Cell] = weakref.WeakSet()
 
     @override
@@ -38,6 +39,7 @@ class PrimaryWeights(Guest):
 
     @override
     def before_step(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.Tensor]) -> None:
+        # MasterWeights steps its inner optimizer, whose parameters are masters.
         if not self.chosen or hasattr(optimizer, "takes_masters"):
             return
         for weight in weights:
@@ -53,12 +55,12 @@ class PrimaryWeights(Guest):
 
 
 def has_primary_weights(conversion: Conversion) -> bool:
-    """Whether the weights of a conversion become float8 once an optimizer has their masters."""
+    """Return whether the weights of a conversion become float8 once an optimizer has their masters."""
     return conversion.guest(PrimaryWeights).chosen
 
 
 class PrimaryLayers(LayerGuest):
-    """What primary weights add to what is said of their layers."""
+    """Shows in ``repr`` and reports which weights of a layer are primary."""
 
     @override
     def deviation(self, layer: torch.nn.Module) -> str | None:
@@ -72,7 +74,7 @@ class PrimaryLayers(LayerGuest):
 
 
 def refuse_without_master(chosen: Sequence[Chosen], options: Mapping[str, Any]) -> None:
-    """A primary weight is codes and nothing else, which are cast when its optimizer steps, by what it is then."""
+    """Refuse primary weights where float8 alone does not do: high-precision GEMMs or gathers, delayed scaling."""
     if not options["primary_weights"]:
         return
     for _, fqn, plan, _, _ in chosen:
@@ -96,7 +98,7 @@ def refuse_delayed(fqn: str, recipe: Recipe) -> None:
 
 
 def is_primary(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a float8 primary weight, or becomes one once an optimizer takes its values."""
+    """Return whether a parameter is a float8 primary weight, or becomes one once an optimizer takes its values."""
     local = local_tensor(parameter)
     if isinstance(local, MasterWeight):
         record = local.record
@@ -147,7 +149,7 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
 
 
 def drop_high_precision(model: torch.nn.Module) -> None:
-    """Keep 1 byte an element, the float8 codes, of every primary weight that takes no gradient.
+    """Keep 1 byte per element, the float8 data, of every primary weight that takes no gradient.
 
     For inference (``model.requires_grad_(False)`` first) and for frozen parts of a model in training. The
     high-precision values are gone for good, those of a sharded weight once it was gathered the next time: load and
@@ -178,7 +180,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
 
 
 def _records(model: torch.nn.Module) -> list[WeightRecord]:
-    """Of the converted weights of a model, in its order."""
+    """Return the records of a model's converted weights, in its order."""
     found = []
     for module in model.modules():
         conversion = module.__dict__.get("converted")
@@ -193,13 +195,13 @@ def _conversion_of(record: WeightRecord) -> Conversion:
 
 
 def restore_high_precision(model: torch.nn.Module) -> None:
-    """Give weights that are codes alone high-precision values again: those that the codes stand for.
+    """Give weights that are float8 data alone high-precision values again: those that the data stand for.
 
-    So that something can be added to them, as PEFT's ``merge_and_unload`` adds an adapter; the sum is cast anew.
-    What ``drop_high_precision`` let go of does not come back. 4 or 2 bytes an element more, of the weight's own dtype.
+    So that something can be added to them, as PEFT's ``merge_and_unload`` adds an adapter; the sum is cast again. What
+    ``drop_high_precision`` let go of does not come back. It takes 4 or 2 bytes more per element, by the weight's dtype.
 
     Raises:
-        Float8ConfigError: a sharded weight; or no weight of the model is codes alone.
+        Float8ConfigError: a sharded weight; or no weight of the model is float8 data alone.
     """
     dropped = [
         record
@@ -238,7 +240,7 @@ def _drop(record: WeightRecord) -> None:
 
 
 def reread_shards(layers: Iterable[Any]) -> None:
-    """Have FSDP2 look at the local tensors of these layers anew, so that none is kept alive that was replaced.
+    """Have FSDP2 look at the local tensors of these layers again, so that none is kept alive that was replaced.
 
     It looks after a state dict was loaded into the module that owns the parameter: one with nothing in it does, and
     changes nothing.
@@ -246,6 +248,7 @@ def reread_shards(layers: Iterable[Any]) -> None:
     for layer in layers:
         changes = layer.converted.changes
         layer.load_state_dict({}, strict=False)
+        # Loading counts as a change of all weights on every rank, and this one changed none.
         layer.converted.changes = changes
 
 
@@ -274,6 +277,7 @@ def to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace:
     primary.master.cell.record = record
     handle = PrimaryWeight.of(primary, local.device)
     if is_dtensor(parameter):
+        # The DTensor stays the same object, which the optimizer and FSDP2 hold.
         parameter._local_tensor = handle
         return
     codes = torch.nn.Parameter(handle, parameter.requires_grad)
@@ -287,4 +291,5 @@ def to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace:
         )
     for other in record.conversion:
         if other.parameter is parameter:
+            # Torch could not swap the two: put the new one in every module that has the old one.
             setattr(other.module, other.name, codes)

@@ -35,12 +35,12 @@ FORMAT = Float8Format(torch.float8_e4m3fn, Tile(1, ALL), ScaleRule.POWER_OF_2)
 
 
 def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | None = None) -> list[str]:
-    """From now on round the results of SwiGLU's gate and up layers to float8, so that compiled code saves a byte each.
+    """Round the results of SwiGLU's gate and up layers to float8 from now on, so that compiled code saves a byte each.
 
     Call it after ``convert_to_float8``, and before ``torch.compile``. It changes numbers: each block of 128 elements of
     a row is cast to e4m3 with a power of two as scale, in forward and wherever forward is repeated; blocks are smaller
-    where 128 does not divide the row. Gradients pass unchanged. An element that is not finite becomes NaN, alone.
-    arXiv 2412.19437 (3.3.3) and arXiv 2410.19313 save these activations so, too.
+    where 128 does not divide the row. Gradients pass unchanged. An element that is not finite becomes NaN, alone. arXiv
+    2412.19437 (3.3.3) and arXiv 2410.19313 save these activations so, too.
 
     Compiled code saves the codes in place of gate and up. Under selective checkpointing, by any policy, it multiplies
     neither layer again. The usual policy saves gate in bf16, which takes as much memory, and multiplies up again, 27 %
@@ -75,6 +75,7 @@ def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | 
     shared: int | None = None
     for fqn in found:
         layer = linears[fqn]
+        # A second call must not round twice.
         remove_hook(round_to_float8, layer)
         own = layer.register_forward_hook(round_to_float8).id
         # Under the same id everywhere: dynamo guards on it, and would compile equal blocks one by one.
@@ -94,7 +95,7 @@ def _by_names(model: torch.nn.Module) -> list[str]:
 
 
 def round_to_float8(layer: torch.nn.Module, args: Any, y: torch.Tensor) -> torch.Tensor:
-    """Forward hook of a gate or an up layer."""
+    """Round a gate or an up layer's result, y [..., N], in its forward hook."""
     if is_dtensor(y):
         made: Any = y
         local = _rounded(made.to_local())
@@ -127,12 +128,13 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def exponents_of(amax: torch.Tensor) -> torch.Tensor:
-    """Those of the inverse scales that ``scale_from_amax`` makes, biased as float32's, int32; 1 of an amax of 0.
+    """Return the exponents of ``scale_from_amax``'s inverse scales, biased as float32's, int32; 1 for an amax of 0.
 
-    Without a division: 32 threads of a GPU hold a block, and each would divide in float64 for itself. The largest
-    power of two of at most 448 / amax has 8 less the amax's exponent, or 7 less it where the mantissa exceeds 448's.
+    Without a division: 32 threads of a GPU hold a block, and each would divide in float64 for itself. The largest power
+    of two of at most 448 / amax has 8 less the amax's exponent, or 7 less it where the mantissa exceeds 448's.
     """
     bits = amax.view(torch.int32)
+    # 448 is 1.75 * 2**8. Its mantissa is 0x600000: a larger one carries into the exponent.
     carried_beyond_448s_mantissa = 0x1FFFFF
     return (((bits + carried_beyond_448s_mantissa) >> 23) - 8).clamp(min=1)
 
@@ -143,10 +145,11 @@ def _powers(exponents: torch.Tensor) -> torch.Tensor:
 
 @in_graph
 def _in_graph(y: torch.Tensor, block: int) -> torch.Tensor:
-    """One node to dynamo, in whose trace by AOT autograd a checkpointing policy can be told what to save."""
+    """Round in one node to dynamo, in whose trace by AOT autograd a checkpointing policy can be told what to save."""
     rows = y.reshape(-1, int(block))
     amax = scales.finite_amax(rows, FORMAT.tile)
     exponents = exponents_of(amax)
+    # The scale is the inverse power of two: biased exponents of the two add up to 254.
     codes = cast(rows, _powers(254 - exponents), FORMAT.dtype)
     save_last_node()
     stored = exponents.to(torch.uint8)

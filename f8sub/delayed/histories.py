@@ -51,7 +51,7 @@ _last_steps: weakref.WeakKeyDictionary[WeightRecord, int] = weakref.WeakKeyDicti
 
 
 class _ShardedHistories(Histories):
-    """The ``Region`` of the sharded layers of one exchange. Their weights' amaxes are the exchange's own."""
+    """Is the ``Region`` of the sharded layers of one exchange, which reduces their weights' amaxes itself."""
 
     def __init__(
         self, guest: "DelayedHistories", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
@@ -77,7 +77,10 @@ class _ShardedHistories(Histories):
         return self._guest.is_due(self.rolled_at) and not self._loaded_in_place()
 
     def _loaded_in_place(self) -> bool:
-        """Whether something wrote to the buffers after the last optimizer step, which it then covers: ``dcp.load``."""
+        """Return whether something wrote to the buffers after the last optimizer step, and note that it covers it.
+
+        ``dcp.load`` does so.
+        """
         written = [state.notice_writes() for state in self.states]
         if any(written):
             self._guest.loaded_at = self._guest.steps
@@ -88,6 +91,7 @@ class _ShardedHistories(Histories):
         if self._weights is None:
             starts = [int(shard.scales.amax.storage_offset()) for shard in shards]
             parts = zip(starts, self.sizes, strict=True)
+            # Where each row's weight amax stands in the table; fixed while the table is laid out so.
             positions = [start + index for start, size in parts for index in range(size)]
             self._weights = torch.tensor(positions, dtype=torch.int64, device=out.device)
         out.copy_(self.take().flatten())
@@ -97,6 +101,7 @@ class _ShardedHistories(Histories):
         else:
             last = self._guest.steps - 1
             in_last_step = self.by_row([_stepped(shard.master, last) for shard in shards])
+            # A graph records one roll. Whether a replay's weights were stepped is on the device, in the gate.
             self._stepped = in_last_step & self._gate
             rolled_at = self.rolled_at
             capture.launch_if(launched_while_unknown(self.states, self._loaded_in_place))
@@ -106,11 +111,11 @@ class _ShardedHistories(Histories):
         self.rolled_at = self._guest.steps
 
     def set_gate(self) -> None:
-        """Tell a graph, which rolls in each replay, whether the weights' amaxes count: after an optimizer step."""
+        """Set whether the weights' amaxes count in the next replay, which always rolls: after an optimizer step."""
         self._gate.fill_(self.due)
 
     def _rolled(self) -> None:
-        """Enter that a replay rolled."""
+        """Note that a replay rolled."""
         self.rolled_at = self._guest.steps
         for state in self.states:
             state.mark_rolled()
@@ -120,7 +125,7 @@ class _ShardedHistories(Histories):
         return self.roll(reduced.view(2, -1, 3).clone(), weight_amax[self._weights], self._stepped).flatten()
 
     def all_settle(self, exchange: Exchange) -> bool:
-        """Whether all ranks came here since the last optimizer step; asked once, not for every layer."""
+        """Return whether all ranks came here since the last optimizer step; asked once, not for every layer."""
         ranks, step = exchange.layout.ranks, self._guest.steps
         if len(ranks) == 1 or self.asked_at == step:
             return len(ranks) == 1
@@ -163,7 +168,7 @@ def launched_while_unknown(
 
 
 class DelayedHistories(Guest):
-    """The ``Guest`` of the conversion: rolls the histories of its layers, once an optimizer step.
+    """Rolls the histories of a conversion's layers, once per optimizer step: its ``Guest``.
 
     Attributes:
         steps: optimizer steps of the conversion's weights so far.
@@ -180,11 +185,11 @@ class DelayedHistories(Guest):
         self._non_finite: list[str] = []
 
     def covered(self, rolled_at: int) -> int:
-        """The optimizer step that histories cover which rolled at step ``rolled_at``, or were loaded later."""
+        """Return the optimizer step that histories cover which rolled at step ``rolled_at``, or were loaded later."""
         return max(rolled_at, self.loaded_at)
 
     def is_due(self, rolled_at: int) -> bool:
-        """Whether an optimizer stepped, as every rank knows, since histories rolled at step ``rolled_at``.
+        """Return whether an optimizer stepped, as every rank knows, since histories rolled at step ``rolled_at``.
 
         Never in a backward pass: what that recomputes has the forward's scales, though an optimizer steps in it.
         """
@@ -205,7 +210,7 @@ class DelayedHistories(Guest):
         return _ShardedHistories(self, with_histories, before) if with_histories else None
 
     def saw_forward(self) -> bool:
-        """Have the ranks of DDP share histories, if it runs the layers now; whether they do, or FSDP2 shards those."""
+        """Have DDP's ranks share histories, if it runs the layers now; return whether they do or FSDP2 shards them."""
         is_sharded = len(self._conversion.exchanges) > 0
         if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
             states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, ScalingState))
@@ -222,6 +227,7 @@ class DelayedHistories(Guest):
         for exchange in self._conversion.exchanges.values():
             region = exchange.table.regions.get(self)
             if isinstance(region, _ShardedHistories):
+                # Only if all ranks take a state dict: on some of them alone the reduction would wait for the others.
                 if region.due and region.all_settle(exchange):
                     exchange.reduce(tell=False)
                 exchange.settle()
@@ -253,6 +259,7 @@ class DelayedHistories(Guest):
         """Roll the histories that no all-gather will ask for; in a backward pass the next call does it."""
         if not self.is_due(self._rolled_at):
             return
+        # Before the roll: what follows may come here again.
         since, self._rolled_at = self.covered(self._rolled_at), self.steps
         if not (held := self.held()):
             return
@@ -268,13 +275,15 @@ class DelayedHistories(Guest):
                     exchange.reduce(tell=False)
                 exchange.settle()
         alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
+        # Recipes of ``autocast`` contexts: another rank may not have entered them, so nothing of theirs is reduced.
         of_contexts = [(r, s) for r, s in held if s.recipe != r.module.plan.recipe]
         if alike or of_contexts:
             self._roll(alike, of_contexts, since)
+        # The roll took these weights' amaxes, and with them whether they are finite.
         self._conversion.guest(HeldWeights).skip(record for record, _ in (*alike, *of_contexts))
 
     def _rolls(self, exchange: Exchange) -> int:
-        """The number of this roll since the last backward."""
+        """Return the number of this roll since the last backward."""
         opened, count = self._asked_at.get(exchange, (-1, 0))
         self._asked_at[exchange] = exchange.opened, count + 1 if opened == exchange.opened else 1
         return self._asked_at[exchange][1]
@@ -312,6 +321,7 @@ class DelayedHistories(Guest):
                 staged = torch.cat((shared, staged[:, rows:]), 1)
             amaxes = weight_amaxes([m for weight in weights for m in matrices_of(weight)]).to(staged)
             non_finite = histories.roll(staged, amaxes, histories.by_row(stepped))
+            # No flag is staged for w: its amax tells.
             non_finite[:, W] = (~amaxes.isfinite()).float()
         staged_now = histories.names, host_copy(non_finite)
         self._staged = staged_now
@@ -322,17 +332,17 @@ class DelayedHistories(Guest):
             capture.if_it_fails(lambda: setattr(self, "_staged", None))
 
     def _rolled(self, staged: tuple[list[str], HostCopy], states: Sequence[ScalingState]) -> None:
-        """Enter that a replay rolled the histories that no exchange reduces."""
+        """Note that a replay rolled the histories that no exchange reduces."""
         self._rolled_at, self._staged = self.steps, staged
         for state in states:
             state.mark_rolled()
 
     def before_last_launched(self) -> None:
-        """Learn now whether all scales are made: code is compiled anew for that, which no graph can hold."""
+        """Learn now whether all scales are computed: code is compiled again for that, which no graph can hold."""
         learn_scales([state for _, state in self.held()])
 
     def before_capture(self) -> None:
-        """Read what is on its way to the host, and have the gates of regions there."""
+        """Read what is on its way to the host, and set the gates of regions."""
         self._tell_staged()
         for _, state in self.held():
             state.notice_writes()
@@ -366,7 +376,7 @@ class DelayedHistories(Guest):
         self._tell()
 
     def errors_of(self, operands: Sequence[str]) -> list[str]:
-        """The error that operands are whose amax was left out of the histories, if they are one.
+        """Return the error for operands whose amax was left out of the histories, if it is one.
 
         An x or a dy is a warning only where steps with gradients that are not finite are skipped.
         """
@@ -377,13 +387,13 @@ class DelayedHistories(Guest):
         return [_left_out(bad)] if (bad := [o for o in operands if o not in harmless]) else []
 
     def held(self) -> list[Held]:
-        """All states, in an order that every rank agrees on."""
+        """Return all states, in an order that every rank agrees on."""
         records = [record for record in self._conversion if record.module is not None]
         return [(record, state) for record in records for state in states_of(record.module, record.name)]
 
 
 class DelayedLayers(LayerGuest):
-    """What delayed scaling does for layers whose recipe has it."""
+    """Creates, loads and forgets the states of layers whose recipe has delayed scaling."""
 
     @override
     def entered(self, layer: Any) -> None:
@@ -411,16 +421,17 @@ class DelayedLayers(LayerGuest):
 
 
 def share_histories_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook of a converted model, until it is known which ranks share its histories."""
+    """Find in a forward pre-hook of a converted model which ranks share its histories; removed once that is known."""
     for guest in () if torch.compiler.is_compiling() else conversion.guests:
         if type(guest) is DelayedHistories and guest.saw_forward():
             remove_hook(share_histories_hook, module)
 
 
 def _makes_optimizer_state() -> bool:
-    """Whether a step of torch's own ended, at rates of 0: a state dict is taken of a new optimizer, or loaded into it.
+    """Return whether a step of torch's own ended, at rates of 0, for a state dict of an optimizer.
 
-    Histories that were loaded before are those of the last step that trained.
+    Torch steps so where a state dict is taken of a new optimizer, or loaded into it. Histories that were loaded before
+    are those of the last step that trained.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_init_optim_state":
@@ -429,13 +440,13 @@ def _makes_optimizer_state() -> bool:
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:
-    """Whether an optimizer stepped the weight after step ``since``; every rank knows that alike."""
+    """Return whether an optimizer stepped the weight after step ``since``, as every rank knows."""
     record = _record_of(weight)
     return record is not None and _last_steps.get(record, 0) > since
 
 
 def _record_of(weight: torch.Tensor) -> WeightRecord | None:
-    """A master weight's record; where modules share it, that of one of them."""
+    """Return a master weight's record; where modules share it, that of one of them."""
     local = local_tensor(weight)
     return local.record if isinstance(local, MasterWeight) else None
 

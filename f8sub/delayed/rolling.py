@@ -1,6 +1,6 @@
-"""Histories that roll together, in rows: one a layer, or one for each matrix of a stack.
+"""Rolls histories together, in rows: one per layer, or one for each matrix of a stack.
 
-The ranks on which DistributedDataParallel keeps copies of layers, and maxima over them.
+Has the ranks on which DistributedDataParallel keeps copies of layers, too, and maxima over them.
 """
 
 import functools
@@ -23,7 +23,7 @@ Held = tuple[WeightRecord, ScalingState]
 
 
 class Histories:
-    """Histories that roll together: what this rank staged, and the roll with what all ranks staged."""
+    """Rolls histories together: takes what this rank staged, and rolls with what all ranks staged."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         self.records = [record for record, _ in held]
@@ -33,7 +33,7 @@ class Histories:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """Of each row: a layer's, or that of one matrix of a stack."""
+        """The name of each row: a layer's, or that of one matrix of a stack."""
         return [
             record.fqn if state.members is None else f"{record.fqn}[{index}]"
             for record, state, size in zip(self.records, self.states, self.sizes, strict=True)
@@ -46,18 +46,18 @@ class Histories:
         return constant(self._own.device, numbers)
 
     def by_row(self, values: Sequence[bool]) -> torch.Tensor:
-        """Bool, (rows,): each layer's value for all of its rows."""
+        """Return each layer's value for all of its rows: bool, (rows,)."""
         sent = constant(self._own.device, values)
         return sent if len(self.names) == len(values) else sent[self._layer_of_row]
 
     @functools.cached_property
     def _reduced(self) -> torch.Tensor | None:
-        """Whose amaxes are the maximum over the ranks, (rows, 1); None where all are."""
+        """The rows whose amaxes are the maximum over the ranks, bool, (rows, 1); None where all are."""
         reduced = [state.scaling.reduce_amax for state in self.states]
         return None if all(reduced) else self.by_row(reduced)[:, None]
 
     def take(self) -> torch.Tensor:
-        """What was staged since the last roll: amaxes, and 1 for NaN and infinity; float32, (2, rows, 3).
+        """Take what was staged since the last roll: amaxes, and 1 for NaN and infinity; float32, (2, rows, 3).
 
         A layer has a row, a stack of matrices one for each.
         """
@@ -75,7 +75,7 @@ class Histories:
         return self._own
 
     def roll(self, staged: torch.Tensor, weights: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
-        """Roll.
+        """Roll with the amaxes of all ranks, and of the weights.
 
         Args:
             staged: the maximum of what the ranks took; written to.
@@ -87,26 +87,28 @@ class Histories:
         """
         amaxes, non_finite = staged.unbind()
         if self._reduced is not None:
+            # ``reduce_amax=False``: such a layer scales by this rank's amaxes alone.
             amaxes = torch.where(self._reduced, amaxes, self._own[0])
+        # w is staged by nobody: its amax comes with the exchange's reduction, or from ``weight_amaxes``.
         amaxes[:, W] = weights.where(weights.isfinite() & stepped, 0.0)
         roll(self.states, amaxes)
         return non_finite
 
 
 def matrices_of(weight: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Those of a stack, or the weight itself."""
+    """Return the matrices of a stack, or the weight itself."""
     if weight.dim() != 3:
         return (weight,)
     return (weight.plain if isinstance(weight, MasterWeight) else weight.detach()).unbind(0)
 
 
 def operands_met(names: Sequence[str], non_finite: torch.Tensor) -> list[str]:
-    """``"dy of layers.1"`` for every entry of ``non_finite``, (rows, 3), that is not 0."""
+    """Return ``"dy of layers.1"`` for every entry of ``non_finite``, (rows, 3), that is not 0."""
     return [f"{OPERANDS[column]} of {names[row]}" for row, column in non_finite.nonzero().tolist()]
 
 
 class Replicas:
-    """The ranks that DistributedDataParallel keeps copies of the layers on.
+    """Holds the ranks that DistributedDataParallel keeps copies of the layers on.
 
     From now on DDP leaves these buffers alone. It would broadcast rank 0's at every forward, and those have not seen
     the other ranks' microbatches of this step.
@@ -120,7 +122,7 @@ class Replicas:
         leave_buffers(ddp, buffers)
 
     def maximum(self, staged: torch.Tensor, fqn: str) -> torch.Tensor:
-        """The maximum over the ranks of what each staged.
+        """Return the maximum over the ranks of what each staged.
 
         Raises:
             Float8ConfigError: within ``ddp.join()``: ranks that have no more inputs step no optimizer, and the others

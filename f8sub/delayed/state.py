@@ -45,12 +45,12 @@ _generations = itertools.count(1)
 
 
 class ScalingState(torch.nn.Module):
-    """What one layer knows of its tensors' past under one recipe; one column for each of x, w, dy.
+    """Holds what one layer knows of its tensors' past under one recipe; one column for each of x, w, dy.
 
-    A stack of matrices, one an expert, has a past for each: one dimension more in every buffer.
+    A stack of matrices, one per expert, has a past for each: one dimension more in every buffer.
 
     The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
-    that has a layer's weight and not its histories is of a model without delayed scaling: they begin anew.
+    that has a layer's weight and not its histories is of a model without delayed scaling: they begin again.
 
     A compiled backward pass overwrites the buffers that its forward pass wrote to with the values from then. So what
     forward and backward write to are separate buffers: one history and one flag for each operand.
@@ -59,11 +59,11 @@ class ScalingState(torch.nn.Module):
         members: matrices of a stack; None for a layer that has one.
         here: which of them this rank multiplies: under expert parallelism a part, whose past every rank keeps.
         generation: another number whenever the scales may be others.
-        is_known: whether the host knows that all of its scales are made, none is 0: a cast then need not wait for the
-            current amax, and compiled code makes both in one kernel, or in the one that makes the tensor.
+        is_known: whether the host knows that all of its scales are computed, none is 0: a cast then need not wait for
+            the current amax, and compiled code computes both in one kernel, or in the one that computes the tensor.
         x_past: equal for layers that were given the very same x's, one after the other: their x has one history.
         scale: float32, (3,) or (members, 3); 0 where there is none yet.
-        age: float32, the same: optimizer steps since the scale was made.
+        age: float32, the same: optimizer steps since the scale was computed.
         histories: float32, (amax_history_len,) or (amax_history_len, members) each: staging, then what was staged
             before, oldest first.
         flags: float32, () or (members,) each: 1 where NaN or infinity was met since the last roll. Not part of the
@@ -108,7 +108,7 @@ class ScalingState(torch.nn.Module):
         return [getattr(self, f"non_finite_{name}") for name in OPERANDS]
 
     def prior(self, operand: int, members: slice = ALL_MEMBERS) -> PriorScale:
-        """The scale of one column, (1, 1), or of each of these members, (members, 1), as kernels take it."""
+        """Return the scale of one column, (1, 1), or of each of these members, (members, 1), as kernels take it."""
         scale = self.scale[..., operand : operand + 1].view(-1, 1)
         if members != ALL_MEMBERS:
             scale = scale[members]
@@ -116,14 +116,14 @@ class ScalingState(torch.nn.Module):
         return PriorScale(scale, margin, covers=operand == W, is_known=self.is_known)
 
     def notice_writes(self) -> bool:
-        """Whether something else wrote to the buffers, as ``dcp.load`` does to those of a state dict; told once."""
+        """Return whether something else wrote to the buffers, as ``dcp.load`` does into a state dict's; True once."""
         written = self.scale._version != self._scale_version
         if written:
             self._take_loaded()
         return written
 
     def sources(self, *, stage: bool, frozen: bool) -> Sources:
-        """The sources of one call of the layer, see ``_DelayedScales``; who reduces w's amax stages it."""
+        """Return the sources of one call of the layer, see ``_DelayedScales``; who reduces w's amax stages it."""
         return Sources(
             _DelayedScales(self, X, stage, frozen),
             _DelayedScales(self, W, False, False),
@@ -135,6 +135,7 @@ class ScalingState(torch.nn.Module):
         name = OPERANDS[operand]
         staged, flags = getattr(self, f"history_{name}")[0], getattr(self, f"non_finite_{name}")
         if self.here != ALL_MEMBERS:
+            # Rows of other ranks' experts stay 0, and get their amaxes in the reduction over all ranks.
             staged, flags = staged[self.here], flags[self.here]
         cuda.stage(amax, staged, flags)
 
@@ -148,7 +149,7 @@ class ScalingState(torch.nn.Module):
         self._forget_known()
 
     def mark_rolled(self) -> None:
-        """Enter that the scales may be others from now on, by this module's own doing."""
+        """Note that the scales may be others from now on, by this module's own doing."""
         # nn.Module's own assignment takes a microsecond, and there are two for each layer in each step.
         vars(self).update(generation=next(_generations), _scale_version=self.scale._version)
 
@@ -187,7 +188,7 @@ class ScalingState(torch.nn.Module):
 
 
 class _DelayedScales(NamedTuple):
-    """The ``LayerSource`` of one operand of a layer with delayed scaling.
+    """Is the ``LayerSource`` of one operand of a layer with delayed scaling.
 
     Attributes:
         operand: index of the operand in ``OPERANDS``.
@@ -229,7 +230,7 @@ class _DelayedScales(NamedTuple):
 
 
 def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
-    """Make scales of the histories and what was staged, and roll: once per optimizer step.
+    """Compute scales from the histories and what was staged, and roll: once per optimizer step.
 
     Args:
         states: of any recipes, on one device.
@@ -240,6 +241,7 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
     roll_number = next(_generations)
     for state, of_state in zip(states, staged.split(sizes_of(states)), strict=True):
         state.notice_writes()
+        # Layers that had the same x's and rolled together still have one history.
         state.x_past = hash((state.x_past, roll_number))
         alike[state.recipe, state.members is None].append((state, of_state))
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -250,7 +252,7 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
 
 
 def sizes_of(states: Sequence[ScalingState]) -> list[int]:
-    """Rows that each state has in ``roll``'s ``staged``."""
+    """Return the rows that each state has in ``roll``'s ``staged``."""
     return [1 if state.members is None else state.members for state in states]
 
 
@@ -259,14 +261,15 @@ _scales_made: weakref.WeakKeyDictionary[ScalingState, HostCopy] = weakref.WeakKe
 
 
 def _look_for_scales(states: Sequence[ScalingState]) -> None:
-    """Find out when all scales are made, which they then are for good; the host waits for nothing.
+    """Find out when all scales are computed, which they then are for good; the host waits for nothing.
 
-    For all at once, because compiled code is compiled anew for that.
+    For all at once, because compiled code is compiled again for that.
     """
     if current_capture() is not None or all(state.is_known for state in states):
         return
     asked = {_scales_made.get(state) for state in states}
     copy = asked.pop() if len(asked) == 1 else None
+    # The states ask by one copy. A new one is sent only after the last came and said no.
     if copy is None or (copy.there and not copy.item()):
         copy = HostCopy(_all_made(states))
     for state in states:
@@ -275,9 +278,9 @@ def _look_for_scales(states: Sequence[ScalingState]) -> None:
 
 
 def learn_scales(states: Sequence[ScalingState]) -> None:
-    """Wait until the host knows of the last roll whether all scales are made; for states that rolled together.
+    """Wait until the host knows of the last roll whether all scales are computed; for states that rolled together.
 
-    Compiled code is compiled anew for that, and a CUDA graph captures no compilation.
+    Compiled code is compiled again for that, and a CUDA graph captures no compilation.
     """
     for state in states:
         copy = _scales_made.get(state)
@@ -292,14 +295,16 @@ def _all_made(states: Sequence[ScalingState]) -> torch.Tensor:
 
 
 def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
-    """All of them stacks, or none."""
+    """Roll the histories of states with one recipe, all of them stacks, or none."""
     scaling, sizes = states[0].scaling, None if states[0].members is None else sizes_of(states)
     histories = [history for state in states for history in state.histories]
     scales, ages = [state.scale for state in states], [state.age for state in states]
     if sizes is None:
+        # history [amax_history_len, layers, 3], scale and age [layers, 3]
         history = torch.stack(histories, 1).view(-1, len(states), 3)
         scale, age = torch.stack(scales), torch.stack(ages)
     else:
+        # history [amax_history_len, members of all stacks, 3]; ``histories`` lists x, w, dy of each state in turn.
         history = torch.stack([torch.cat(histories[operand::3], 1) for operand in range(3)], -1)
         scale, age = torch.cat(scales), torch.cat(ages)
     history[0] = staged
@@ -312,12 +317,15 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
         of_columns = _scale_of(of_format[0], of_format[1], format, margin, scaling)
         for column, of_column in zip(columns, of_columns.unbind(1), strict=True):
             made[:, column] = of_column
+    # A scale is computed every ``interval`` steps, or as soon as there is an amax for the first one.
     due = (age + 1 >= scaling.interval) | (scale == 0)
     scale = torch.where(seen & due & (made > 0), made, scale)
     age = torch.where(seen, torch.where(due, 0.0, age + 1), age)
+    # What staged nothing, such as an expert without tokens, keeps its history: 0 is no amax.
     rolled = torch.where(seen, history.roll(-1, 0), history)
     rolled[0] = 0.0
     if sizes is None:
+        # In place: the buffers are a state dict's, a compiled graph's and a CUDA graph's.
         torch._foreach_copy_(histories, list(rolled.flatten(1).unbind(1)))
     else:
         for operand, of_operand in enumerate(rolled.unbind(-1)):
@@ -389,17 +397,17 @@ class ScalingStates(torch.nn.ModuleList):
 
 
 def _place_of(name: str) -> str:
-    """Where a layer has the states of the weight ``name``."""
+    """Return the name under which a layer has the states of the weight ``name``."""
     return STATES if name == "weight" else f"{name}_{STATES}"
 
 
 def states_of(layer: torch.nn.Module, name: str = "weight") -> list[ScalingState]:
-    """The states of all recipes with delayed scaling that a weight of the layer was run under."""
+    """Return the states of all recipes with delayed scaling that a weight of the layer was run under."""
     return list(layer._modules.get(_place_of(name)) or ())  # type: ignore[arg-type]
 
 
 def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
-    """The state of a recipe with delayed scaling, begun at its first use; recipes that differ share none."""
+    """Return the state of a recipe with delayed scaling, begun at its first use; recipes that differ share none."""
     states = states_of(layer, name)
     for state in states:
         if state.recipe == recipe:
@@ -413,18 +421,19 @@ def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
     members = len(weight) if weight.dim() == 3 else None
     state = ScalingState(recipe, weight.device, members).train(layer.training)
     setattr(layer, _place_of(name), ScalingStates([*states, state], layer.fqn))
+    # From here on optimizers' steps are counted, which costs each of them a walk over its parameters.
     Conversion.counts_steps = True
     return state
 
 
 def forget(layer: torch.nn.Module) -> None:
-    """Take out all states of the layer's weights."""
+    """Remove all states of the layer's weights."""
     for place in [place for place, module in layer._modules.items() if isinstance(module, ScalingStates)]:
         del layer._modules[place]
 
 
 def forget_missing(layer: torch.nn.Module, name: str, state_dict: dict[str, Any], prefix: str) -> None:
-    """Begin histories anew that a state dict with the weight lacks."""
+    """Begin histories again that a state dict with the weight lacks."""
     for index, state in enumerate(states_of(layer, name)):
         kept = any(key.startswith(f"{prefix}{_place_of(name)}.{index}.") for key in state_dict)
         if f"{prefix}{name}" in state_dict and not kept:
@@ -432,7 +441,7 @@ def forget_missing(layer: torch.nn.Module, name: str, state_dict: dict[str, Any]
 
 
 def take_part(state: ScalingState, layout: ShardLayout) -> None:
-    """Have a stack's state scale the experts that FSDP2 puts together on this rank.
+    """Have a stack's state scale the experts that FSDP2 gathers on this rank.
 
     Its amaxes are reduced over all ranks of the mesh, those of expert parallelism too, so that every rank has the past
     of every expert, and a checkpoint of any rank all of it.
@@ -454,7 +463,7 @@ def check_members(state: ScalingState, experts: int, fqn: str) -> None:
 
 
 def delayed_sources_of(layer: Any, recipe: Recipe, name: str = "weight") -> Sources:
-    """Those of a weight's state; amaxes of a forward in training count."""
+    """Return the sources of a weight's state; amaxes of a forward in training count."""
     state = state_of(layer, recipe, name)
     stage = torch.is_grad_enabled() and layer.training
     if not torch.compiler.is_compiling():

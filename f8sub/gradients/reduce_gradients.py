@@ -1,4 +1,4 @@
-"""reduce_gradients_in_float8: FSDP2's gradients at one byte an element on the wire, added in float32."""
+"""reduce_gradients_in_float8: FSDP2's gradients at one byte per element on the wire, added in float32."""
 
 import warnings
 from typing import Any
@@ -66,7 +66,9 @@ def reduce_gradients_in_float8(
     for fqn, (module, reduction) in found.items():
         group, before = reduction.ranks, reduction.comm
         if group not in hops:
+            # A collective: once for each group, in the modules' order, which is the same on all ranks.
             hops[group] = hops_of(group, reduction.device, (flat, ranks_per_host, every))
+        # Called again: keep FSDP2's own, so that ``remove`` brings that back.
         if isinstance(before, Float8ReduceScatter):
             before = before.before
         comm = Float8ReduceScatter(before, hops[group], every)
@@ -77,7 +79,7 @@ def reduce_gradients_in_float8(
 
 
 class GradientReduction:
-    """What ``reduce_gradients_in_float8`` set up; its ``str`` is a line for a log."""
+    """Controls the reductions that ``reduce_gradients_in_float8`` set up; its ``str`` is a line for a log."""
 
     def __init__(self, reduced: dict[str, tuple[Any, Float8ReduceScatter]], hops: int) -> None:
         self._reduced, self._hops = reduced, hops
@@ -89,7 +91,7 @@ class GradientReduction:
         return f"gradients of {len(self._reduced)} FSDP2 modules: e4m3 1x128, float32 sums, {hops}"
 
     def decibels(self) -> dict[str, float]:
-        """Signal over error of the last measured reduction of each FSDP2 module, by its name; the host waits for it.
+        """Return signal over error of the last measured reduction of each FSDP2 module, by name, in dB; the host waits.
 
         20 dB are an error of a tenth of the gradients' norm. The same on all ranks of a shard group. Elements that are
         not finite do not count. Infinity is no error, NaN no gradient.
@@ -111,7 +113,7 @@ class GradientReduction:
 
 
 def _reductions(model: torch.nn.Module) -> dict[str, tuple[Any, Reduction]]:
-    """By name, those of several ranks, each group of parameters once."""
+    """Return the reductions over several ranks by the modules' names, each group of parameters once."""
     modules = {fqn: module for fqn, module in model.named_modules() if is_fsdp_module(module)}
     if not modules:
         raise Float8ConfigError(

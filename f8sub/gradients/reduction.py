@@ -2,8 +2,7 @@
 
 [Note] FSDP2 asks a reduce-scatter for a flat buffer, copies the gradients into it (``fsdp::chunk_cat``), asks for the
 output, and has the one reduced into the other. The buffer here is a tensor subclass without storage: the copy
-dispatches to it and becomes the cast, so no flat copy of the gradients in high precision is ever made. The shapes are
-those of each call, because gradients that a backward pass does not make are not in its list.
+dispatches to it and becomes the cast, so no flat copy of the gradients in high precision is ever made.
 """
 
 import hashlib
@@ -40,11 +39,12 @@ if TYPE_CHECKING:
 
 
 def factor_of(op: Any, ranks: int) -> float:
-    """What a reduction by ``op`` multiplies a sum over ``ranks`` by.
+    """Return the factor by which a reduction by ``op`` multiplies a sum over ``ranks``.
 
     Raises:
         Float8ConfigError: ``op`` is neither sum nor mean.
     """
+    # FSDP2 gives a plain kind, or a PREMUL_SUM with a factor, which has no accessor but its pickled state.
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     factors = {dist.ReduceOp.SUM: 1.0, dist.ReduceOp.AVG: 1 / ranks, dist.ReduceOp.PREMUL_SUM: factor}
     found = factors.get(kind)
@@ -56,7 +56,7 @@ def factor_of(op: Any, ranks: int) -> float:
 
 
 class Reduction(NamedTuple):
-    """How FSDP2 reduces the gradients of a module's parameters.
+    """Describes how FSDP2 reduces the gradients of a module's parameters.
 
     Attributes:
         key: the same object for modules whose parameters are one group.
@@ -76,7 +76,7 @@ class Reduction(NamedTuple):
 
 
 def reductions(module: "FSDPModule") -> list[Reduction]:
-    """Those of the parameters that ``fully_shard`` put together for ``module``, one for each mesh."""
+    """Return the reductions of the parameters that ``fully_shard`` put together for ``module``, one for each mesh."""
     return [
         Reduction(group, shard_ranks(group), reduce_dtype(group), group.device, *reduce_scatter_of(group))
         for group in reduced_groups(module)
@@ -128,7 +128,7 @@ class GradientBuffer(torch.Tensor):
         like: torch.Tensor,
         device: torch.device,
     ) -> "GradientBuffer":
-        """One with the shape and dtype of ``like``."""
+        """Return a buffer with the shape and dtype of ``like``."""
         made: GradientBuffer = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=device
         )
@@ -137,7 +137,7 @@ class GradientBuffer(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """FSDP2 shapes the buffer, fills it and divides it; for anything else there are no values."""
+        """Handle how FSDP2 shapes the buffer, fills it and divides it; for anything else there are no values."""
         name, buffer = func.name(), args[0]
         if name == "aten::view":
             like = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta").view(args[1])
@@ -147,6 +147,7 @@ class GradientBuffer(torch.Tensor):
         if name == "aten::div_.Scalar" or (
             name == "aten::div_.Tensor" and not isinstance(args[1], torch.Tensor)
         ):
+            # float8 data are not divided: the factor goes into the sum, which is rounded once.
             buffer.contents[0].divisor *= args[1]
             return buffer
         raise _unknown(f"{name} was called on FSDP2's flat buffer of gradients")
@@ -155,6 +156,7 @@ class GradientBuffer(torch.Tensor):
     def _filled(
         gradients: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: "GradientBuffer"
     ) -> None:
+        # Here, so of these gradients: parameters without a gradient in this pass are not in FSDP2's list.
         packed = out.reduction.pack(gradients, num_chunks)
         if out.contents or dim != 0 or out.shape != (num_chunks, packed.layout.numel):
             shapes = [tuple(gradient.shape) for gradient in gradients]
@@ -166,7 +168,7 @@ class GradientBuffer(torch.Tensor):
 
 
 class Float8ReduceScatter:
-    """FSDP2's ``ReduceScatter`` of one module.
+    """FSDP2's ``ReduceScatter`` of one module, which sends float8.
 
     Attributes:
         before: the one that this one replaced.
@@ -182,7 +184,7 @@ class Float8ReduceScatter:
         self.measure_next = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        """The input; once it is filled, the output. One that was filled in a pass that failed is forgotten."""
+        """Return the input; once it is filled, the output. One that was filled in a pass that failed is forgotten."""
         filled, self._input = self._input, []
         if filled and math.prod(size) == filled[0].layout.numel:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -200,7 +202,8 @@ class Float8ReduceScatter:
         return "the reduction of gradients is measured" if self._measures else None
 
     def pack(self, gradients: Sequence[torch.Tensor], ranks: int) -> Packed:
-        """What this rank sends."""
+        """Return this rank's gradients as they are sent."""
+        # With two hops the first one sends bfloat16 within the host, where bytes cost little.
         layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in gradients), codes=self._hops is None)
         sources = [
             Source(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
@@ -240,6 +243,7 @@ class Float8ReduceScatter:
             raise _unknown(
                 f"FSDP2 reduced {packed.layout.numel} elements of a rank to {output_tensor.numel()}"
             )
+        # The mean over all ranks, also where sums go in two hops.
         factor = factor_of(op, group.size()) / packed.divisor
         layout, wire, ranks = packed.layout, packed.wire, group
         if self._hops is not None:
@@ -250,14 +254,17 @@ class Float8ReduceScatter:
             self._measure(packed.exact, output_tensor, factor, group)
 
     def _to_hosts(self, layout: Layout, wire: torch.Tensor, hops: Hops) -> tuple[Layout, torch.Tensor]:
-        """Codes of the sums over this host's ranks, which come in bfloat16, for the counterparts on all hosts."""
+        """Sum over this host's ranks, which send bfloat16, and return float8 of the sums for all hosts."""
         hosts, width = hops.across.size(), layout.numel
+        # First hop [ranks of a host, hosts * row_bytes]: each rank gets what its host has
+        # for one local place on all hosts.
         received = _exchanged(wire.view(hops.within.size(), -1), hops.within)
         chunks = tuple(
             Chunk(chunk.size, host * layout.row_bytes + chunk.code_at, 0, host * width + chunk.out_at)
             for host in range(hosts)
             for chunk in layout.chunks
         )
+        # float32 sums [hosts * width], quantized again below: the second of the two roundings.
         sums = torch.empty(hosts * width, dtype=torch.float32, device=wire.device)
         add(received, Layout(chunks, False, received.shape[1], hosts * width), 1.0, sums)
         coded = layout_of(tuple(chunk.size for chunk in layout.chunks))
@@ -272,6 +279,7 @@ class Float8ReduceScatter:
         right = torch.empty(output.shape, dtype=torch.float32, device=output.device)
         reduce_scatter(right, exact, group)
         right = (right * factor).double()
+        # Where the exact sum is infinite or NaN there is no error to measure.
         error = torch.where(right.isfinite(), output.double() - right, 0.0)
         right = torch.where(right.isfinite(), right, 0.0)
         self.measured = torch.stack([right.square().sum(), error.square().sum()])
@@ -291,13 +299,15 @@ _groups: dict[tuple[tuple[int, ...], int], Hops] = {}
 def hops_of(
     group: dist.ProcessGroup, device: torch.device, options: tuple[bool, int | None, int]
 ) -> Hops | None:
-    """The groups of two hops; None where one is right. A collective of ``group``, in which ranks compare options."""
+    """Return the groups of two hops, None where one is right; a collective in which ranks compare options."""
     (flat, ranks_per_host, _), me = options, dist.get_rank()
     # torchrun's number tells hosts of one name.
     name = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".encode()
     host = (
         int.from_bytes(hashlib.sha256(name).digest()[:7]) if ranks_per_host is None else me // ranks_per_host
     )
+    # The options ride along with the host's number, in one all-gather: ranks that disagree on them
+    # would later wait for each other.
     own = torch.tensor([host, *map(int, [o or 0 for o in options])], dtype=torch.int64, device=device)
     found = torch.empty(group.size() * own.numel(), dtype=torch.int64, device=device)
     all_gather(found, own, group)
@@ -328,6 +338,7 @@ def _made(ranks: tuple[int, ...], local: int) -> Hops:
     if known is not None and all(map(is_alive, known)):
         return known
     host, place = divmod(ranks.index(dist.get_rank()), local)
+    # Ranks [hosts, local]: this host's row, and this place's column.
     within = dist.new_group(list(ranks[host * local : (host + 1) * local]), use_local_synchronization=True)
     across = dist.new_group(list(ranks[place::local]), use_local_synchronization=True)
     _groups[ranks, local] = Hops(within, across)

@@ -1,4 +1,4 @@
-"""Triton: gradients cast and packed in one pass, and what was received added in float32 in one pass.
+"""Triton kernels that cast and pack gradients in one pass, and that add what was received in float32 in one pass.
 
 Both walk over the chunks of all gradients of a group by one launch. A tensor of int64 lists the chunks, FIELDS numbers
 for each; another one says of each program which chunk it is of.
@@ -17,7 +17,7 @@ def pack_chunks(
     ELEMENT: tl.constexpr, CODES: tl.constexpr, RANKS: tl.constexpr, HOSTS: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Cast each rank's chunks into its row of ``out_ptr``: e4m3 codes and exponents, or bfloat16.
+    """Cast each rank's chunks into its row of ``out_ptr``: e4m3 data and exponents, or bfloat16.
 
     A program has BLOCKS blocks of a chunk, TILE of them at a time; the loads of the next two tiles are on their way
     meanwhile. The row of rank (host, local) of (HOSTS, RANKS // HOSTS) is (local, host).
@@ -40,6 +40,8 @@ def pack_chunks(
     rank, part = index // parts, index % parts
     row = (rank % (RANKS // HOSTS)) * HOSTS + rank // (RANKS // HOSTS)
     start, first = rank * stride, part.to(tl.int64) * (BLOCKS * BLOCK)
+    # ``here``: elements of the chunk in this program. ``given``: those the gradient has;
+    # beyond are FSDP2's padding, zeros.
     here = tl.minimum(size - first, BLOCKS * BLOCK).to(tl.int32)
     given = tl.minimum(tl.maximum(length - start - first, 0), here.to(tl.int64)).to(tl.int32)
     if ALIGNED:
@@ -53,6 +55,7 @@ def pack_chunks(
     elements_at = (out + code_at).to(tl.pointer_type(tl.bfloat16), bitcast=True) + first
     for tile in tl.range(0, BLOCKS, TILE, num_stages=3):
         at = tile * BLOCK
+        # x [TILE, BLOCK]
         x = tl.load(source + at + i, mask=at + i < given, other=0.0).to(tl.float32)
         if CODES:
             codes, exponent = encoded(x)
@@ -64,18 +67,21 @@ def pack_chunks(
 
 @triton.jit
 def encoded(x):
-    """``wire.encode`` of (TILE, BLOCK) elements."""
+    """Return e4m3 data and exponents of (TILE, BLOCK) elements, as ``wire.encode`` does."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(magnitude, 1)
     # Rare, so most programs do not look at each element: NaN, infinity, and what e4m3 would round up to 2**128.
     is_special = tl.max(largest, 0) >= 0x7F700000
     if is_special:
         largest = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), 1)
+    # The power of two with which the largest is at most 416 = 1.625 * 2**8, whose mantissa is 0x500000.
     exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x500000).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    # The inverse of a power of two has the biased exponent 254 - exponent, and multiplying by it is exact.
     scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     codes = (x * scale[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if is_special:
+        # 0x7E stands for infinity, and 0x77 for the largest number below 2**128 that e4m3 has with this exponent.
         top = tl.where(magnitude == 0x7F800000, 0x7E, 0x77)
         top = ((x.to(tl.int32, bitcast=True) >> 24) & 0x80 | top).to(tl.uint8)
         codes = tl.where(magnitude >= 0x7F700000, top, codes)
@@ -88,7 +94,7 @@ def sum_chunks(
     chunks_ptr, chunk_of_program_ptr, received_ptr, out_ptr, row_bytes, ranks, factor,
     CODES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of ``received_ptr`` one after another and write the sum times ``factor`` to ``out_ptr``."""
+    """Add the rows of ``received_ptr`` [ranks, row_bytes] in their order, and write the sum times ``factor``."""
     chunk = chunks_ptr + tl.load(chunk_of_program_ptr + tl.program_id(0)) * FIELDS
     size, out_at = tl.load(chunk + SIZE), tl.load(chunk + OUT_AT)
     code_at, scale_at = tl.multiple_of(tl.load(chunk + CODE_AT), 16), tl.load(chunk + SCALE_AT)
@@ -101,6 +107,7 @@ def sum_chunks(
     begins, code_at, scale_at, out_at = code_at, code_at + first, scale_at + first // BLOCK, out_at + first
     block = tl.arange(0, BLOCKS)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    # One accumulator, ranks in order: the bits do not depend on which bytes arrived first.
     total = tl.zeros((BLOCKS, BLOCK), tl.float32)
     # Unrolled, so that the rows of several ranks are on their way at a time.
     for rank in tl.range(0, ranks, loop_unroll_factor=4):

@@ -1,13 +1,10 @@
-"""Gradients to bytes for each rank, and received bytes to their sum: by Triton on a GPU, else in plain PyTorch.
-
-triton is imported when the launches are made.
+"""Turns gradients into bytes for each rank, and received bytes into their sum: by Triton on a GPU, else in PyTorch.
 
 [Note] A block is 128 elements of one gradient that go to one rank. Its exponent is that of the smallest power of two
-with which the largest finite element is at most 416, so scaling is exact and a code is rounded once. e4m3 is chosen for
-its range: Adam divides each element by its own size, and integers or e3m4 lose most of the small ones. Two codes are
-taken from the largest numbers: 0x7E is infinity and 0x7F is NaN. So both arrive at exactly their elements and their
-neighbours keep their bits. Finite values above 3.2e38 become 3.2e38, the largest code that float32 holds, and so stay
-finite.
+with which the largest finite element is at most 416, so scaling is exact and an element is rounded once. e4m3 is chosen
+for its range: Adam divides each element by its own size, and integers or e3m4 lose most of the small ones. Two codes
+are taken from the largest numbers: 0x7E is infinity and 0x7F is NaN. So both arrive at exactly their elements and their
+neighbours keep their bits.
 """
 
 import functools
@@ -49,14 +46,14 @@ class Chunk(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many have an exponent."""
+        """The number of blocks, each of which has an exponent."""
         return -(-self.size // BLOCK)
 
 
 class Layout(NamedTuple):
-    """A row of the wire, what one rank sends one other: ``row_bytes`` bytes for the ``numel`` elements that this keeps.
+    """Describes a row of the wire, what one rank sends one other: ``row_bytes`` bytes for ``numel`` elements.
 
-    ``chunks`` are in FSDP2's order. With ``codes`` elements are e4m3 codes with exponents; else they are bfloat16.
+    ``chunks`` are in FSDP2's order. With ``codes`` elements are e4m3 with exponents; else they are bfloat16.
     """
 
     chunks: tuple[Chunk, ...]
@@ -67,7 +64,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(sizes: tuple[int, ...], *, codes: bool = True) -> Layout:
-    """The row of chunks of these sizes: all codes, then all exponents, each chunk with blocks of its own."""
+    """Return the row of chunks of these sizes: all elements, then all exponents, each chunk with blocks of its own."""
     width, chunks = 1 if codes else 2, []
     begins = [0, *itertools.accumulate(_aligned(width * size) for size in sizes)]
     at = begins[-1]
@@ -78,7 +75,10 @@ def layout_of(sizes: tuple[int, ...], *, codes: bool = True) -> Layout:
 
 
 def chunk_size(shape: Sequence[int], world: int) -> int:
-    """Elements of a gradient that each rank keeps, with padded rows; source: FSDP2's ``_get_dim0_padded_size``."""
+    """Return the elements of a gradient that each rank keeps, with padded rows.
+
+    Source: FSDP2's ``_get_dim0_padded_size``.
+    """
     return -(-shape[0] // world) * math.prod(shape[1:])
 
 
@@ -95,13 +95,15 @@ LARGEST = 1.875 * 2.0**127
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and exponents, uint8, (rows, size) and (rows, ceil(size / 128)), of float32, (rows, size)."""
+    """Return codes and exponents, uint8, (rows, size) and (rows, ceil(size / 128)), of x, float32, (rows, size)."""
     size = x.shape[-1]
+    # Finite values above 3.2e38 become that largest code, and so stay finite.
     finite = torch.where(x.isfinite(), x.clamp(-LARGEST, LARGEST), 0.0)
     blocks = F.pad(finite, (0, -size % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1).view(torch.int32)
     exponent = (largest >> 23) - TOP_EXPONENT + ((largest & 0x7FFFFF) > TOP_MANTISSA).to(torch.int32)
     exponent = exponent.clamp(1, 254)  # of finite float32, biased by 127
+    # The scale is the inverse power of two, whose biased exponent is 254 less the block's: an exact product.
     scaled = blocks * _power_of_2(254 - exponent)[..., None]
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2)[..., :size]
     codes = torch.where(x.isinf(), (x.signbit().to(torch.uint8) << 7) | INFINITY, codes)
@@ -109,7 +111,7 @@ def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """float32, (rows, size), of what ``encode`` made."""
+    """Return float32 values, (rows, size), of what ``encode`` returned."""
     size = codes.shape[-1]
     values = codes.view(torch.float8_e4m3fn).float()
     values = torch.where(codes & 0x7F == INFINITY, values * torch.inf, values)
@@ -134,10 +136,11 @@ Place = tuple[torch.device, int]
 def pack_launches(
     sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor
 ) -> "list[Launch]":
-    """The launches that fill ``out``, one for each dtype and alignment; see ``pack``."""
+    """Return the launches that fill ``out``, one for each dtype and alignment; see ``pack``."""
     from f8sub.gradients import triton_kernels
     from f8sub.kernels.triton import quantize_launch
 
+    # A launch is compiled for one dtype, and for addresses that are all multiples of 16 or not.
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for number, (source, chunk) in enumerate(zip(sources, layout.chunks, strict=True)):
         places = chunk.size, source.stride, source.length, source.data.data_ptr()
@@ -155,7 +158,7 @@ def pack_launches(
 
 
 def add_launches(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor) -> "list[Launch]":
-    """The launches that fill ``out``, one for each alignment; see ``add``."""
+    """Return the launches that fill ``out``, one for each alignment; see ``add``."""
     from f8sub.gradients import triton_kernels
 
     kinds: dict[bool, list[tuple[Chunk, int, int]]] = {}
@@ -185,6 +188,7 @@ def _launch(
     blocks, ranks, warps = (PACKED if aligned else TILE, out.shape[0], 4) if packs else (ADDED, 1, 2)
     tables = table, of_program = _tables(chosen, blocks, ranks, _place_of(out))
     if is_capturing(out):
+        # The cache may drop a table, and a replay reads it all the same.
         _in_graphs.update((each.data_ptr(), each) for each in tables)
     arguments |= {"chunks_ptr": table, "chunk_of_program_ptr": of_program, "out_ptr": out}
     arguments |= {"row_bytes": layout.row_bytes, "CODES": layout.codes, "ALIGNED": aligned}
@@ -196,7 +200,7 @@ def _launch(
 def _tables(
     chosen: tuple[tuple[Chunk, int, int], ...], blocks: int, ranks: int, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels are told of chunks, strides and lengths, and the chunk of each program.
+    """Return what the kernels read of chunks, strides and lengths, and the chunk of each program; both int64 or int32.
 
     Raises:
         Float8ConfigError: it is new, and a CUDA graph is captured, whose replays would read host memory that is freed.
@@ -218,7 +222,7 @@ def _tables(
 
 
 def _addresses(numbers: tuple[int, ...], out: torch.Tensor) -> torch.Tensor:
-    """Addresses as a kernel reads them, int64. A CUDA graph writes them itself, from the arguments of a kernel.
+    """Return addresses as a kernel reads them, int64; in a CUDA graph they are written from a kernel's arguments.
 
     Its gradients have addresses that no step before had, and a copy from host memory would be replayed from there.
     """
@@ -239,7 +243,7 @@ def _place_of(out: torch.Tensor) -> Place:
 
 
 class Source(NamedTuple):
-    """Where the chunks of one gradient are read: each rank's begins ``stride`` elements behind the one before.
+    """Tells where the chunks of one gradient are read: each rank's begins ``stride`` elements behind the one before.
 
     ``data`` is float32, bfloat16 or float16, and contiguous; elements behind the first ``length`` are 0.
     """
@@ -250,7 +254,7 @@ class Source(NamedTuple):
 
 
 def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) -> torch.Tensor:
-    """What each of ``ranks`` is sent of a source for each chunk: uint8, (ranks, layout.row_bytes).
+    """Pack what each of ``ranks`` is sent of a source for each chunk: uint8, (ranks, layout.row_bytes).
 
     Rows are in the order of ranks on their host first, so that equal parts go to the ranks of a host.
     """
@@ -266,6 +270,7 @@ def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) 
     for source, chunk in zip(sources, layout.chunks, strict=True):
         needed = source.stride * (ranks - 1) + chunk.size
         x = F.pad(source.data.flatten()[: source.length].float(), (0, max(0, needed - source.length)))
+        # x [ranks, chunk.size], a row for each rank that receives it
         x = x.as_strided((ranks, chunk.size), (source.stride, 1))
         if layout.codes:
             codes, exponents = encode(x)
@@ -289,6 +294,7 @@ def add(received: torch.Tensor, layout: Layout, factor: float, out: torch.Tensor
             rows = decode(codes, received[:, chunk.scale_at : chunk.scale_at + chunk.blocks])
         else:
             rows = codes.contiguous().view(torch.bfloat16).float()
+        # In the ranks' order, as the kernel adds: the same bits on every device.
         total = torch.zeros(chunk.size, dtype=torch.float32, device=out.device)
         for row in rows:
             total += row

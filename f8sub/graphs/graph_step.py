@@ -87,7 +87,7 @@ def graph_step(
 
 
 class _Graph:
-    """A captured step, what it reads, and what the host has to do for it."""
+    """Holds a captured step, what it reads, and what the host has to do for it."""
 
     def __init__(self, step: "GraphedStep", leaves: Sequence[Any]) -> None:
         self.dependencies = Dependencies(step._parts, step._conversions, step._captured_optimizer)
@@ -112,15 +112,17 @@ class _Graph:
                 given.copy_(leaf, non_blocking=True)
 
     def replay(self) -> Any:
-        """Run the captured step; what the function returned, for the caller to keep."""
+        """Run the captured step, and return what the function returned, for the caller to keep."""
         self._recorded.replay()
         for parameter, gradient in self._gradients:
+            # The caller, or the step before, may have set it to None.
             parameter.grad = gradient
+        # The next replay overwrites the graph's own results.
         return tree_map_only(torch.Tensor, torch.clone, self._found)
 
 
 class GraphedStep:
-    """A step that ``graph_step`` made; calling it takes the function's arguments and returns what it returns.
+    """Runs the step of ``graph_step``; calling it takes the function's arguments and returns what it returns.
 
     Tensors of a batch come to the function on the model's device.
 
@@ -180,6 +182,7 @@ class GraphedStep:
                 return self._replay(graph)
         if self.why_launched is None and graph is not None:
             self.how = "replayed"
+            # Before the batch is copied: it may raise what the replay before found, and leaves the step undone.
             graph.host.prepare()
             graph.take(leaves)
             self._send_rates()
@@ -190,7 +193,7 @@ class GraphedStep:
         return self._launch(key, *tree_unflatten(leaves, structure))
 
     def close(self) -> None:
-        """Free the graphs and their memory; a step is captured anew after launched ones.
+        """Free the graphs and their memory; a step is captured again after launched ones.
 
         Call it before ``dist.destroy_process_group()``: NCCL frees no communicator that a graph still uses.
         """
@@ -204,7 +207,7 @@ class GraphedStep:
         return None if self.why_optimizer_launched else self._optimizer
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a graph holds: scales of the weights as they are, the function, and the optimizer if it can be there."""
+        """Run what a graph holds: scales of the weights as they are, the function, and the optimizer if possible."""
         self._drop_gradients()
         if self._conversions:
             precompute_scales(self._parts)
@@ -220,7 +223,7 @@ class GraphedStep:
         return tree_map_only(torch.Tensor, torch.Tensor.detach, found)
 
     def _reason(self, key: Hashable) -> str | None:
-        """Why this call is launched; None where it is captured or replayed."""
+        """Return why this call is launched; None where it is captured or replayed."""
         reason = self._given_up or why_launched()
         graph = self._graphs.get(key)
         if reason is not None:
@@ -238,7 +241,7 @@ class GraphedStep:
         return None
 
     def _launched_before(self, key: Hashable) -> int:
-        """Launched steps before a capture; for further shapes one, in which compiled code is compiled for them."""
+        """Return the launched steps before a capture; one for further shapes, which compiled code is compiled for."""
         return 1 if self._graphs else self._warmup
 
     def _prepare(self) -> None:
@@ -246,6 +249,7 @@ class GraphedStep:
         self._conversions = conversions_of(seen) if seen else []
         for conversion in self._conversions:
             for exchange in conversion.exchanges.values():
+                # The step itself calls precompute_scales, at its beginning: it is not forgotten after the optimizer.
                 exchange.expect_late_scales()
         self._send_rates()
 
@@ -259,13 +263,14 @@ class GraphedStep:
                 parameter.grad = None
 
     def _launch(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A step that the host launches; the last one before a capture shows what a graph could not hold."""
+        """Launch a step from the host; the last one before a capture shows what a graph could not hold."""
         self._prepare()
         self._launched[key] += 1
         is_last = self._given_up is None and self._launched[key] == self._launched_before(key)
         self._looks = {} if is_last else None
         for guest in (guest for conversion in self._conversions if is_last for guest in conversion.guests):
             guest.before_last_launched()
+        # On the stream of the capture: autograd's and FSDP2's streams are then the ones that a graph records.
         with _beside(self._stream):
             found = self._run(args, kwargs)
         self._step_launched()
@@ -279,7 +284,7 @@ class GraphedStep:
 
     @contextmanager
     def _looking_at(self, place: Literal["function", "optimizer"]) -> Iterator[None]:
-        """While a part of the step runs: for the error of a capture, and in a step that is looked at."""
+        """Note which part of the step runs: for the error of a capture, and in a step that is looked at."""
         self._place = place
         if self._looks is None:
             yield
@@ -295,7 +300,7 @@ class GraphedStep:
             self._drop_gradients()
 
     def _captured(self, key: Hashable, leaves: Sequence[Any], structure: Any) -> _Graph | None:
-        """The graph of a step, of which nothing has run; None where it cannot be captured."""
+        """Return the graph of a step, of which nothing has run; None where it cannot be captured."""
         self._prepare()
         for conversion in self._conversions:
             conversion.before_capture()
@@ -308,6 +313,7 @@ class GraphedStep:
         except Exception as error:
             graph.host.failed()
             for part in self._parts:
+                # FSDP2 is in the middle of a pass that never ran: the next forward begins a new one.
                 forget_pass(part)
             self._drop_gradients()
             reason = _first_error(error)
@@ -315,6 +321,7 @@ class GraphedStep:
                 self._give_up(reason)
                 return None
             self._launch_optimizer(reason)
+            # Once more, without the optimizer in the graph.
             return self._captured(key, leaves, structure)
         self._graphs[key] = graph
         self.how = "captured"
@@ -348,7 +355,7 @@ class GraphedStep:
 
 @contextmanager
 def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On another stream, in the order of the current one."""
+    """Run on another stream, in the order of the current one."""
     if stream is None:
         yield
         return
@@ -360,7 +367,7 @@ def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def _device_of(parts: Iterable[torch.nn.Module]) -> torch.device:
-    """Where the parts run: CPU offload keeps shards elsewhere."""
+    """Return the device where the parts run: CPU offload keeps shards elsewhere."""
     first = next(parameter for part in parts for parameter in part.parameters())
     if is_dtensor(first) and first.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
@@ -374,7 +381,7 @@ def _sent(leaf: Any, device: torch.device) -> Any:
 
 
 def _key_of(leaf: Any) -> Hashable:
-    """Equal for what one graph takes."""
+    """Return a key that is equal for what one graph takes."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad
     if not isinstance(leaf, Hashable):
@@ -386,7 +393,7 @@ def _key_of(leaf: Any) -> Hashable:
 
 
 def _table_bytes(conversion: Conversion) -> int:
-    """Bytes that ``precompute_scales`` copies to the host."""
+    """Return the bytes that ``precompute_scales`` copies to the host."""
     return sum(exchange.table.whole.nbytes for exchange in conversion.exchanges.values())
 
 

@@ -1,4 +1,4 @@
-"""What of an optimizer's step a CUDA graph can hold."""
+"""Decides whether a CUDA graph can hold an optimizer's step, and puts learning rates where it reads them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ _MISSING = object()
 
 
 def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the optimizer's step cannot be captured; None where it may be tried.
+    """Return why the optimizer's step cannot be captured; None where it may be tried.
 
     Torch's optimizers take learning rates and step counters from the device where they are fused or capturable.
     """
@@ -21,7 +21,7 @@ def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class Rates:
-    """The learning rates of an optimizer's groups, float32, where a graph reads them.
+    """Keeps the learning rates of an optimizer's groups, float32, where a graph reads them.
 
     Users and schedulers go on to set ``group["lr"]`` to numbers. Rates that are tensors on the device stay as they are.
     """
@@ -37,6 +37,7 @@ class Rates:
             value = group["lr"]
             if index == len(self._rates):
                 self._rates.append(torch.zeros((), dtype=torch.float32, device=self._device))
+                # Equal to no rate, so that the first one is sent.
                 self._values.append(float("nan"))
             if not _is_on_device(value) and self._values[index] != float(value):
                 self._values[index] = float(value)
@@ -51,10 +52,12 @@ class Rates:
             if not _is_on_device(group["lr"]):
                 group["lr"] = rate
             if "capturable" in group:
+                # Also for fused ones: torch then allows the capture, and keeps the step counters on the device.
                 group["capturable"] = True
         try:
             yield
         finally:
+            # Schedulers and checkpoints are to find what the user set.
             for group, (rate, capturable) in zip(groups, before, strict=True):
                 group["lr"] = rate
                 if capturable is not _MISSING:

@@ -7,12 +7,12 @@ import torch
 
 
 def records(device: torch.device) -> bool:
-    """Whether there are graphs on a device."""
+    """Return whether there are graphs on a device."""
     return device.type == "cuda"
 
 
 class Recorded:
-    """One CUDA graph.
+    """Records and replays one CUDA graph.
 
     Args:
         stream: on which it is captured; launched steps run there before, so that autograd's streams are the same.

@@ -1,4 +1,4 @@
-"""What a step does that a CUDA graph cannot hold, found while the step is launched."""
+"""Finds what a CUDA graph cannot hold of a step, while the step is launched."""
 
 import re
 import warnings
@@ -21,6 +21,7 @@ def noticed_waits(device: torch.device) -> Iterator[list[str]]:
     """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
+        # Else a wait that a line was warned of before would be missed.
         warnings.simplefilter("always")
         mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
         if device.type == "cuda":
@@ -51,6 +52,7 @@ def _noticed_sends(found: list[str]) -> Iterator[None]:
         return call
 
     for name in _P2P:
+        # Schedules look these functions up in torch.distributed at each call.
         setattr(dist, name, noticed(name))
     try:
         yield

@@ -46,7 +46,7 @@ def attend_causally(model: PreTrainedModel) -> None:
 
 
 class Float8Callback(TrainerCallback):
-    """Scales of a converted model once the Trainer sharded and loaded it, and after every optimizer step.
+    """Computes the scales of a converted model once the Trainer sharded and loaded it, and after each optimizer step.
 
         model = f8sub.convert_to_float8(model)
         trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Float8Callback()])
@@ -60,12 +60,13 @@ class Float8Callback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Compute the scales, and register the hook on this training's optimizer."""
+        # A training that failed did not come to its end.
         self.on_train_end(args, state, control)
         precompute_scales(given["model"])
         self._hook = register_precompute_hook(given["optimizer"], given["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Take the hook off again."""
+        """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

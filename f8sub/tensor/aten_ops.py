@@ -1,8 +1,8 @@
-"""What each aten operator that a user may call does with a Float8Tensor, one handler a meaning.
+"""Handles each aten operator that a user may call on a Float8Tensor, one handler per meaning.
 
-Transposes keep their codes, as views of rows do in training, and products of two Float8Tensors are float8 GEMMs. Any
-other operator reads the high-precision values that the codes stand for, with a warning once. So a module that reads a
-weight itself computes the same whether FSDP2 gathers that weight in float8 or not, within what the codes cost.
+Transposes keep their float8 data, as views of rows do in training, and products of two Float8Tensors are float8 GEMMs.
+Any other operator reads the high-precision values that the data stand for, with a warning once. So a module that reads
+a weight itself computes the same whether FSDP2 gathers that weight in float8 or not, within what the rounding costs.
 
 Operators that cut a Float8Tensor, pick rows or columns of it, or put parts together go by ``slicing.py``.
 """
@@ -30,10 +30,10 @@ _told: set[str] = set()
 
 @implements(ANY_OTHER)
 def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any other operator: of the values that the codes stand for, with a warning once an operator.
+    """Run any other operator on the values that the float8 data stand for, with a warning once per operator.
 
     Raises:
-        NotImplementedError: it would write to codes.
+        NotImplementedError: it would write to float8 data.
     """
     for position, name in describe(func).written:
         value = args[position] if position < len(args) else kwargs.get(name)
@@ -42,6 +42,7 @@ def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 f"{func} would write to {written[0]!r}, whose codes do not change; write to what .dequantize() "
                 "returns, or to the sharded weight that it was gathered from"
             )
+    # An operator that is composed of others, such as matmul of three dimensions, may reach one that has a handler.
     composed = func.decompose(*args, **kwargs)
     if composed is not NotImplemented:
         return composed
@@ -62,12 +63,13 @@ def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Transposing moves no bytes: rowwise and columnwise trade places. ``tensor.T`` is a permutation."""
+    """Transpose without moving bytes: rowwise and columnwise trade places. ``tensor.T`` is a permutation."""
     tensor, *dims = args
     if tensor.dim() != 2:
         return in_high_precision(func, args, kwargs)
     first, second = (0, dims[0][0]) if func is aten.permute.default else dims or (0, 1)
     if first % 2 == second % 2:
+        # A dimension swapped with itself: the same matrix, as a new tensor.
         return aten.alias.default(tensor)
     out = Float8Tensor(tensor.columnwise, tensor.rowwise, tensor.dtype)
     return return_and_correct_aliasing(func, args, kwargs, out)
@@ -75,7 +77,7 @@ def _swap_usages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @implements(aten.copy_.default)
 def _copy_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``copy_`` of a Float8Tensor into another tensor."""
+    """Copy a Float8Tensor's values into another tensor."""
     target, source, *others = args
     if isinstance(target, Float8Tensor):
         return in_high_precision(func, args, kwargs)
@@ -84,7 +86,7 @@ def _copy_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.zeros_like.default, aten.empty_like.default)
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """High-precision tensors: what asks for them is a gradient or a buffer, which is not float8."""
+    """Return high-precision tensors: what asks for them is a gradient or a buffer, which is not float8."""
     tensor: Float8Tensor = args[0]
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return func(meta, **{**kwargs, "device": kwargs.get("device") or tensor.device})
@@ -92,16 +94,17 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @implements(aten.mm.default, aten.matmul.default)
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``a @ b``: a's rows with b's columns."""
+    """Multiply ``a @ b``: a's rows with b's columns."""
     a, b = args
     if not _are_matrices(a, b):
         return in_high_precision(func, args, kwargs)
+    # y [M, N] = a [M, K] @ b [K, N]; b's columnwise operand is stored [N, K], as gemm_nt reads it.
     return _multiply(func, _usage(func, a, "rowwise"), _usage(func, b, "columnwise"), a.dtype)
 
 
 @implements(aten.addmm.default)
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``bias + a @ b``; the sum in high precision."""
+    """Compute ``bias + a @ b``; the sum in high precision."""
     bias, a, b = args
     if kwargs or not _are_matrices(a, b):
         return in_high_precision(func, args, kwargs)
@@ -110,18 +113,19 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.linear.default)
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x @ w.t() + bias``: rows of both. Seen whole only where autograd is off; it is addmm or mm otherwise."""
+    """Compute ``x @ w.t() + bias``: rows of both. It comes here only where autograd is off, and else as addmm or mm."""
     x, w, bias = (*args, None)[:3]
     if not (isinstance(x, Float8Tensor) and isinstance(w, Float8Tensor)):
         return in_high_precision(func, args, kwargs)
     rows = aten.view.default(x, (-1, x.shape[-1]))
+    # y [M, N] = x [M, K] @ w [N, K].t()
     y = _multiply(func, _usage(func, rows, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
     y = y.view(*x.shape[:-1], w.shape[0])
     return y if bias is None else y + bias
 
 
 def _frames_of_f8sub() -> int:
-    """How many frames of this package are on top of the stack, the caller's among them."""
+    """Return how many frames of this package are on top of the stack, the caller's among them."""
     count = 0
     while sys._getframe(count + 1).f_globals.get("__name__", "").startswith("f8sub."):
         count += 1
@@ -151,7 +155,7 @@ def _multiply(func: Any, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Te
 
 @implements(aten.slice.Tensor)
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[3:7]``, ``narrow``."""
+    """Handle ``tensor[3:7]`` and ``narrow``."""
     tensor, dim, *asked = (*args, 0)[:2] + args[2:]
     lines = slicing.lines_of(tensor, dim)
     if lines is None or kwargs:
@@ -166,7 +170,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``split``, ``chunk``."""
+    """Handle ``split`` and ``chunk``."""
     tensor, sizes, dim = (*args, 0)[:3]
     dim = kwargs.get("dim", dim)
     lines, whole = slicing.lines_of(tensor, dim), tensor.shape[dim]
@@ -182,7 +186,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.index.Tensor, aten.index_select.default)
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor[rows]`` and ``tensor[mask]`` of rows, ``index_select``."""
+    """Handle ``tensor[rows]``, ``tensor[mask]`` of rows, and ``index_select``."""
     if func is aten.index.Tensor:
         tensor, indices = args
         index, dim = indices[0], 0
@@ -201,7 +205,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``cat`` of Float8Tensors alone; of others too, all are read in high precision."""
+    """Handle ``cat`` of Float8Tensors alone; with others among them, all are read in high precision."""
     tensors, dim = (*args, kwargs.get("dim", 0))[:2]
     lines = slicing.lines_of(tensors[0], dim) if isinstance(tensors[0], Float8Tensor) else None
     if lines is None or not all(isinstance(tensor, Float8Tensor) for tensor in tensors):

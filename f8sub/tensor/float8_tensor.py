@@ -33,7 +33,7 @@ _THERE = {
 class Float8Tensor(torch.Tensor):
     """A (rows, cols) matrix in float8; or one of shape (..., cols), whose rows its operands have one after the other.
 
-    A value: codes, scales, formats and the dtype it stands for, nothing else. ``A @ B`` reads ``A.rowwise`` and
+    A value: float8 data, scales, formats and the dtype it stands for, nothing else. ``A @ B`` reads ``A.rowwise`` and
     ``B.columnwise``; ``t()`` swaps the two and moves no bytes.
 
     Attributes:
@@ -74,26 +74,27 @@ class Float8Tensor(torch.Tensor):
         else:
             raise Float8ConfigError("a Float8Tensor has a rowwise or a columnwise operand, got neither")
         shape = shape if leading is None else (*leading, shape[1])
+        # Without storage of its own: the operands' tensors have the memory.
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)
         self._set_usages(rowwise, columnwise)
         return self
 
     @property
     def rowwise(self) -> Operand | None:
-        """Operand contracted along the last dimension, stored (rows, cols)."""
+        """The operand contracted along the last dimension, stored (rows, cols)."""
         if self.rowwise_format is None:
             return None
         return Operand(*(getattr(self, f"rowwise_{part}") for part in Operand._fields))
 
     @property
     def columnwise(self) -> Operand | None:
-        """Operand contracted along the first dimension, stored transposed: (cols, rows)."""
+        """The operand contracted along the first dimension, stored transposed: (cols, rows)."""
         if self.columnwise_format is None:
             return None
         return Operand(*(getattr(self, f"columnwise_{part}") for part in Operand._fields))
 
     def dequantize(self) -> torch.Tensor:
-        """High-precision values, of its shape in ``dtype``; from the rowwise codes where both are there."""
+        """Return high-precision values, of its shape in ``dtype``; from the rowwise data where both are there."""
         if (rowwise := self.rowwise) is not None:
             return reference.dequantize(rowwise, self.dtype).view(self.shape)
         return reference.dequantize(present(self.columnwise), self.dtype).t().reshape(self.shape)
@@ -126,7 +127,7 @@ class Float8Tensor(torch.Tensor):
     def map_buffers(
         self, fn: Callable[[torch.Tensor], torch.Tensor], leading: Sequence[int] | None = None
     ) -> "Float8Tensor":
-        """The same tensor with ``fn`` applied to every inner buffer, and other ``leading`` dims where they are given.
+        """Return the tensor with ``fn`` applied to every inner buffer, and other ``leading`` dims where they are given.
 
         The one way handlers rebuild a tensor.
         """
@@ -144,6 +145,7 @@ class Float8Tensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         row = self.rowwise_data is not None, self.rowwise_global_scale_inv is not None
         col = self.columnwise_data is not None, self.columnwise_global_scale_inv is not None
+        # compiled code calls this three times per weight and call, so the lists of names are made once
         return _THERE[row + col], (self.rowwise_format, self.columnwise_format, self.dtype)
 
     @staticmethod
@@ -207,7 +209,7 @@ aten = torch.ops.aten
 
 
 def implements(*ops: Any) -> Callable[[Handler], Handler]:
-    """Enter a handler into the table; one operator has one handler."""
+    """Register a handler in the table; one operator has one handler."""
 
     def register(handler: Handler) -> Handler:
         for op in ops:
@@ -227,7 +229,7 @@ def _same_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @implements(aten._to_copy.default)
 def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Move to another device; of another dtype are high-precision values alone."""
+    """Move to another device; another dtype gives high-precision values."""
     tensor: Float8Tensor = args[0]
     if kwargs.get("dtype") not in (None, tensor.dtype):
         return OPS[ANY_OTHER](func, args, kwargs)
@@ -237,13 +239,15 @@ def _to_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.view.default, aten.as_strided.default)
 def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same rows under other leading dims. FSDP2 asks for an unsharded parameter's own, with its strides."""
+    """View the same rows under other leading dims. FSDP2 asks for an unsharded parameter's own, with its strides."""
     tensor, shape, *strided = args
+    # On meta: torch computes the shape, with its -1, and the strides that such a view would have.
     viewed = torch.empty(shape if strided else tensor.shape, dtype=tensor.dtype, device="meta")
     viewed = viewed if strided else viewed.view(shape)
     apart = strided and (
         tuple(strided[0]) != viewed.stride() or any(strided[1:]) or kwargs.get("storage_offset")
     )
+    # A view that cuts rows apart, or begins elsewhere, is none of whole rows.
     if viewed.shape[-1:] != tensor.shape[-1:] or viewed.numel() != tensor.numel() or apart:
         return OPS[ANY_OTHER](func, args, kwargs)
     out = tensor.map_buffers(aten.alias.default, leading=viewed.shape[:-1])

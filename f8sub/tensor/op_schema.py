@@ -1,10 +1,10 @@
-"""What an operator does to tensors, read off its schema."""
+"""Describes what an operator does to tensors, read off its schema."""
 
 from typing import Any, NamedTuple
 
 
 class Operator(NamedTuple):
-    """What an operator does to its arguments.
+    """Describes what an operator does to its arguments.
 
     Attributes:
         func: the operator itself, kept alive because it is looked up by identity.
@@ -22,7 +22,7 @@ _OPERATORS: dict[int, Operator] = {}
 
 
 def describe(func: Any) -> Operator:
-    """Read off an operator's schema what it does; once for each operator."""
+    """Return what an operator does, by its schema; read off once for each operator."""
     if (known := _OPERATORS.get(id(func))) is not None:
         return known
     written = tuple(
@@ -33,6 +33,7 @@ def describe(func: Any) -> Operator:
     if func.name().startswith("c10d::") and func.name().endswith("_"):
         written = ((0, func._schema.arguments[0].name),)  # which the schemas of collectives do not say
     returned = (result.alias_info for result in func._schema.returns)
+    # A result that aliases an argument and is not written to is a view; one that is written to is an in-place result.
     is_view = any(alias is not None and not alias.is_write for alias in returned)
     _OPERATORS[id(func)] = Operator(func, written, is_view)
     return _OPERATORS[id(func)]

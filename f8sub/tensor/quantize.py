@@ -1,4 +1,4 @@
-"""High precision in, Float8Tensor out."""
+"""Quantizes a matrix in high precision to a Float8Tensor."""
 
 import torch
 
@@ -55,6 +55,8 @@ def quantize(
         derive = operand == "w"
         if recipe.scaling is not None:
             margin = recipe.scaling.margin_of(operand)
+            # Delayed scaling without a past: a scale of 0 asks for the current amax, with
+            # the headroom of a first scale.
             none_yet = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
             source = GivenScale(PriorScale(none_yet, margin, covers=derive))
     row, col = formats[0] if rowwise else None, formats[1] if columnwise else None
@@ -71,6 +73,7 @@ def quantize(
         # A weight of f8sub has its values there.
         plain = getattr(x, "plain") if isinstance(getattr(type(x), "plain", None), property) else x.detach()  # noqa: B009
         if derive and col is not None and formats[0] is not None:
+            # w [N, K] is cast once, by rows; the columnwise operand [K, N] is derived from these data.
             cast = kernels.quantize(plain, formats[0], None, source).rowwise
             derived = None if cast is None else cuda.derive_columnwise(cast, col)
             return Float8Tensor(cast if rowwise else None, derived, x.dtype)

@@ -1,6 +1,6 @@
-"""Parts of a Float8Tensor: rows and columns cut out, picked one by one, and put together.
+"""Cuts rows and columns out of a Float8Tensor, picks them one by one, and joins tensors.
 
-Nothing is quantized anew: a part has the codes of the whole and its scales, so what it dequantizes to is the part of
+Nothing is quantized again: a part has the data of the whole and its scales, so what it dequantizes to is the part of
 what the whole does, to the bit. That takes a cut between tiles; where a tile spans the whole dimension any cut will do.
 """
 
@@ -16,7 +16,7 @@ from f8sub.tensor.float8_tensor import Float8Tensor
 
 
 class Lines(NamedTuple):
-    """What an index of one dimension of a Float8Tensor stands for.
+    """Names the rows or columns that an index of one dimension of a Float8Tensor stands for.
 
     Attributes:
         dim: 0 for rows of its matrix, 1 for columns.
@@ -28,14 +28,14 @@ class Lines(NamedTuple):
 
 
 def lines_of(tensor: Float8Tensor, dim: int) -> Lines | None:
-    """The lines of the matrix that a dimension counts; None for a dimension between the first and the last."""
+    """Return the rows or columns that a dimension counts; None for a dimension between the first and the last."""
     if dim % tensor.dim() == tensor.dim() - 1:
         return Lines(1, 1)
     return Lines(0, math.prod(tensor.shape[1:-1])) if dim % tensor.dim() == 0 else None
 
 
 def cut(tensor: Float8Tensor, lines: Lines, start: int, stop: int) -> Float8Tensor:
-    """The part of a tensor from ``start`` to ``stop``; codes of the usage that is cut along its rows are views.
+    """Return the part of a tensor from ``start`` to ``stop``; data of the usage that is cut along its rows are views.
 
     Args:
         tensor: of any shape.
@@ -48,6 +48,7 @@ def cut(tensor: Float8Tensor, lines: Lines, start: int, stop: int) -> Float8Tens
     """
 
     def apply(usage: str, operand: Operand, dim: int) -> Operand:
+        # An empty part begins at 0, which is between tiles.
         first, last = (start * lines.each, stop * lines.each) if start < stop else (0, 0)
         multiple, whole = _multiple(operand, dim), operand.shape[dim]
         if any(place % multiple and place != whole for place in (first, last)):
@@ -61,7 +62,7 @@ def cut(tensor: Float8Tensor, lines: Lines, start: int, stop: int) -> Float8Tens
 
 
 def pick(tensor: Float8Tensor, lines: Lines, index: torch.Tensor) -> Float8Tensor:
-    """The rows or columns of ``index``, in its order; copies.
+    """Return copies of the rows or columns of ``index``, in its order.
 
     Args:
         tensor: of any shape.
@@ -73,6 +74,7 @@ def pick(tensor: Float8Tensor, lines: Lines, index: torch.Tensor) -> Float8Tenso
     """
     if lines.each > 1:
         index = (
+            # One index of the first dimension of (E, N, K) is N rows of the matrix [E * N, K].
             index[:, None] * lines.each + torch.arange(lines.each, dtype=index.dtype, device=index.device)
         ).flatten()
 
@@ -92,7 +94,7 @@ def pick(tensor: Float8Tensor, lines: Lines, index: torch.Tensor) -> Float8Tenso
 
 
 def join(tensors: Sequence[Float8Tensor], lines: Lines) -> Float8Tensor:
-    """Tensors one after the other, in the usages that all of them have.
+    """Return tensors one after the other, in the usages that all of them have.
 
     Args:
         tensors: of one dtype, of formats that are the same, of shapes that differ in the joined dimension alone.
@@ -119,7 +121,7 @@ def join(tensors: Sequence[Float8Tensor], lines: Lines) -> Float8Tensor:
 def _with_dim(
     tensor: Float8Tensor, lines: Lines, size: int, apply: Callable[[str, Operand, int], Operand]
 ) -> Float8Tensor:
-    """``apply`` to both usages, of which the columnwise one has rows and columns swapped."""
+    """Apply a function to both usages, of which the columnwise one has rows and columns swapped."""
     row, col = (
         None if operand is None else apply(usage, operand, dim)
         for usage, operand, dim in (
@@ -132,6 +134,7 @@ def _with_dim(
 
 
 def _cut_operand(operand: Operand, dim: int, start: int, stop: int) -> Operand:
+    # nvfp4 has two elements in each byte of a row.
     in_a_place = operand.format.codes_per_byte if dim == 1 else 1
     data = operand.data.narrow(dim, start // in_a_place, (stop - start) // in_a_place)
     scale_inv, edge = operand.scale_inv, _edge(operand, dim)
@@ -174,7 +177,7 @@ def _join_operands(of_each: list[Operand | None], dim: int, usage: str) -> Opera
 
 
 def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two scales are one; compared by place, because comparing values waits for the device."""
+    """Return whether two scales are one; compared by place, because comparing values waits for the device."""
     if a is None or b is None:
         return a is b
     alike = a.shape == b.shape and a.storage_offset() == b.storage_offset()
@@ -182,7 +185,7 @@ def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _as_bytes(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """``function`` of the bytes of tensors, where they are bytes: torch copies those."""
+    """Return ``function`` of the bytes of tensors, where they are bytes: torch copies those."""
     dtype = tensors[0].dtype
     if dtype.itemsize > 1:
         return function(*tensors)
@@ -194,7 +197,7 @@ def _edge(operand: Operand, dim: int) -> int:
 
 
 def _multiple(operand: Operand, dim: int) -> int:
-    """An operand can be cut along ``dim`` at multiples of this: tiles and bytes stay whole."""
+    """Return the number at whose multiples an operand can be cut along ``dim``: tiles and bytes stay whole."""
     edge, depth = _edge(operand, dim), operand.format.depth_multiple if dim == 1 else 1
     return depth if edge == ALL else math.lcm(edge, depth)
 
@@ -204,7 +207,7 @@ def _named(lines: Lines) -> str:
 
 
 def _otherwise(tensor: Float8Tensor, usage: str) -> str:
-    """The end of an error about one usage: what else to do."""
+    """Return the end of an error about one usage: what else to do."""
     if tensor.rowwise is None or tensor.columnwise is None:
         return ", or cut what .dequantize() returns"
     return f", drop that usage with .update_usage({usage}=False), or cut what .dequantize() returns"

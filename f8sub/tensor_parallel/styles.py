@@ -1,9 +1,9 @@
 """Styles for ``parallelize_module`` with which a sequence-parallel input crosses the wire as float8.
 
-    x (..., K), Shard(tokens) --quantize--> codes, and scales of rows --all-gather, 1 byte an element--> Float8Tensor
+    x (..., K), Shard(tokens) --quantize--> data, and scales of rows --all-gather, 1 byte/element--> Float8Tensor
 
-With torch's own styles layers multiply in float8 too, of inputs that are sent in high precision. Codes are those of
-the whole x: one scale a tensor is of the largest amax of all ranks, scales of rows are sent with the rows.
+With torch's own styles layers multiply in float8 too, of inputs that are sent in high precision. The float8 data are
+those of the whole x: one scale per tensor is of the largest amax of all ranks, scales of rows are sent with the rows.
 """
 
 import contextlib
@@ -79,13 +79,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     Args:
         input_layouts: see ``PrepareModuleInput``.
-        desired_input_layouts: likewise.
-        input_kwarg_layouts: likewise.
-        desired_input_kwarg_layouts: likewise.
-        use_local_output: likewise.
+        desired_input_layouts: see ``PrepareModuleInput``.
+        input_kwarg_layouts: see ``PrepareModuleInput``.
+        desired_input_kwarg_layouts: see ``PrepareModuleInput``.
+        use_local_output: see ``PrepareModuleInput``.
         float8_dtype: what the layers read x as; None for whatever that is.
         fwd_config_submodule_fqn: the layer that reads the input, or one of those; where it is not given, all converted
-            layers in the module have to read their x alike.
+            layers in the module have to read their x with the same formats.
 
     Raises:
         Float8ConfigError: in ``parallelize_module``, no such layer, several that differ, another ``float8_dtype``, or a
@@ -163,7 +163,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def check_can_be_sent(recipe: Recipe, fqn: str, *, shared: bool) -> Float8Format:
-    """The format that x crosses the wire in, of which both of its operands can be made.
+    """Return the format that x crosses the wire in, of which both of its operands can be derived.
 
     Args:
         recipe: of the layer that reads it.
@@ -197,7 +197,7 @@ def check_can_be_sent(recipe: Recipe, fqn: str, *, shared: bool) -> Float8Format
 
 
 def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
-    """A token-sharded x, (..., K), gathered as the float8 that a layer reads it in; differentiable.
+    """Gather a token-sharded x, (..., K), as the float8 that a layer reads it in; differentiable.
 
     Args:
         x: in high precision, on a mesh of one dimension.
@@ -229,6 +229,7 @@ def _gathered(
     x: DTensor, plan: Plan, dtype: torch.dtype, layer: Named, sources: Sources, shared: bool
 ) -> DTensor:
     format = check_can_be_sent(plan.recipe, layer.fqn, shared=shared)
+    # A scale of the whole x needs the largest amax of all ranks, each of which has some of the tokens.
     tokens = Cut.of(x.device_mesh, 0, 0)
     gathered: DTensor = apply(_Gather, x, format, dtype, sources.x.over(tokens.across))
     return gathered
@@ -236,7 +237,7 @@ def _gathered(
 
 @in_graph
 def _node(x: DTensor, key: str, dtype: torch.dtype) -> DTensor:
-    """``_gathered`` in compiled code, see ``float8_linear.py``."""
+    """Gather as one node of compiled code, see ``float8_linear.py``."""
     with compiling():
         return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared=False)
 
@@ -247,12 +248,13 @@ def _eagerly(x: DTensor, layer: Float8Linear, shared: bool) -> DTensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Codes one way, gradients in high precision the other."""
+    """Sends float8 data one way, and gradients in high precision the other."""
 
     @staticmethod
     def forward(
         ctx: Any, x: DTensor, format: Float8Format, dtype: torch.dtype, source: LayerSource
     ) -> DTensor:
+        # backward reduces dx [..., K], a partial sum on each rank, to the shards that x came in.
         ctx.placements = x.placements
         local = x._local_tensor.to(dtype)
         matrix = local.reshape(-1, local.shape[-1])
@@ -272,12 +274,13 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered_rows(operand: Operand, x: DTensor) -> Operand:
-    """The operand of all tokens, of those of this rank: one all-gather, with the scales that belong to rows."""
+    """Return the operand of all tokens, from this rank's: one all-gather, with the scales that belong to rows."""
     data, scale_inv, format, _ = operand
     parts = [data.view(torch.uint8)]
     if not format.tile.is_whole:
         # Not contiguous(): one column of scales counts as that with any strides.
         parts.append(scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8))
+    # bytes [tokens of this rank, K + bytes of a row's scales]
     matrix = torch.cat(parts, 1)
     rows = matrix.view(*x._local_tensor.shape[:-1], matrix.shape[1])
     shape = torch.Size((*x.shape[:-1], rows.shape[-1]))
@@ -299,7 +302,7 @@ def _placed(x: DTensor, placement: Placement) -> DTensor:
 
 
 def _is_of_tokens(x: DTensor) -> bool:
-    """Whether ranks have some of the rows each, whole."""
+    """Return whether each rank has some of the rows, whole."""
     (placement,) = x.placements
     return placement.is_shard() and not placement.is_shard(x.dim() - 1)
 
@@ -315,7 +318,7 @@ def _converted(module: torch.nn.Module, style: Any) -> Float8Linear:
 
 @contextlib.contextmanager
 def _histories_left_alone(layer: Float8Linear) -> Iterator[None]:
-    """Torch's styles take every module in a linear layer for one, and make DTensors of its buffers."""
+    """Hide a layer's histories: torch's styles take every module in a linear layer for one, and shard its buffers."""
     states = layer._modules.pop("scaling_states", None)
     try:
         yield

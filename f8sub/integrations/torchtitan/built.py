@@ -1,4 +1,4 @@
-"""What torchtitan's config of a model builds, in float8: of 0.3 and after."""
+"""Has torchtitan's config of a model build it in float8, in 0.3 and after."""
 
 import dataclasses
 import logging
@@ -26,19 +26,20 @@ logger = logging.getLogger("torchtitan.f8sub")
 
 
 def like(option: dataclasses.Field[Any]) -> Any:
-    """The same default for a field of another dataclass."""
+    """Return a field of another dataclass with the same default."""
     if option.default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=option.default_factory)
     return dataclasses.field(default=option.default)
 
 
 def in_float8(model_config: Any, options: Options) -> Any:
-    """Have ``model_config`` build its model in float8, in place; one that does so already is asked anew.
+    """Have ``model_config`` build its model in float8, in place; one that does so already takes the new options.
 
     The layers are converted when the model is built, all together, by ``f8sub.convert_to_float8``: the config tree
     stays as it is, so that whatever else reads it, shards by it or converts it goes on as without float8.
     """
     if "float8" in vars(type(model_config)):
+        # Take off what an earlier call put on; else the model would be converted twice.
         model_config.__class__ = type(model_config).__base__
     then(model_config, lambda model: _converted(model, options), float8=options)
     return model_config
@@ -58,6 +59,7 @@ def then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:
     def to_dict(self: Any) -> dict[str, Any]:
         return {**cls.to_dict(self), **{name: value.to_dict() for name, value in members.items()}}
 
+    # No slots of its own: only a class of the same layout may replace an instance's class.
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": f"Float8{cls.__qualname__}"}
     config.__class__ = type(
         f"Float8{cls.__name__}", (cls,), {**names, "build": build, "to_dict": to_dict, **members}
@@ -68,6 +70,7 @@ def _converted(model: Any, options: Options) -> Any:
     convert(model, options, _convertible(model))
     for states in model.modules():
         if isinstance(states, ScalingStates):
+            # torchtitan asks every module of a model for its protocol, such as how to initialize.
             states.__class__ = ModuleList
             for state in states:
                 state.__class__ = _TitanScalingState
@@ -78,11 +81,11 @@ def _converted(model: Any, options: Options) -> Any:
 
 
 def _convertible(model: torch.nn.Module) -> Mapping[type[Any], Mapping[str, Any]]:
-    """Classes of torchtitan's linear layers that convert, and what their float8 classes have besides.
+    """Return classes of torchtitan's linear layers that convert, and what their float8 classes have besides.
 
-    In 0.3 a layer's product is nn.Linear's forward, and LoRA's classes call that of the class they extend. After 0.3
-    it is ``Linear._linear``, which the forward of tensor-parallel classes calls between its collectives; a class that
-    has one of its own multiplies otherwise.
+    In 0.3 a layer's product is nn.Linear's forward, and LoRA's classes call that of the class they extend. After 0.3 it
+    is ``Linear._linear``, which the forward of tensor-parallel classes calls between its collectives; a class that has
+    one of its own multiplies otherwise.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     product = getattr(Linear, "_linear", None)
@@ -94,7 +97,7 @@ def _convertible(model: torch.nn.Module) -> Mapping[type[Any], Mapping[str, Any]
 def _linear(
     layer: Float8Linear, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``Linear._linear`` in float8: the layer knows its weight and its bias.
+    """Run ``Linear._linear`` in float8: the layer knows its weight and its bias.
 
     Raises:
         Float8ConfigError: the caller adds a bias other than the layer's, as tensor parallelism does that cuts x.
@@ -120,4 +123,4 @@ def _attach_when_optimizers_are_built(model: Any) -> None:
 
 
 class _TitanScalingState(ScalingState, Module):
-    """Amax histories that keep torchtitan's protocol of modules."""
+    """Holds amax histories, with torchtitan's protocol of modules."""

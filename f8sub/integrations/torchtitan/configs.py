@@ -33,7 +33,7 @@ ConfigFunction = Callable[[], Trainer.Config]
 
 
 def _in_float8(stock: ConfigFunction) -> ConfigFunction:
-    """``stock`` with all that the converter converts in float8, default recipe, and nothing else changed."""
+    """Return ``stock`` with all that the converter converts in float8, default recipe, and nothing else changed."""
 
     @functools.wraps(stock)
     def config() -> Trainer.Config:
@@ -46,7 +46,7 @@ def _in_float8(stock: ConfigFunction) -> ConfigFunction:
 
 
 def _compiled(stock: ConfigFunction) -> ConfigFunction:
-    """``stock`` under torch.compile, without which float8 is slower than bf16 on a GPU."""
+    """Return ``stock`` under torch.compile, without which float8 is slower than bf16 on a GPU."""
 
     @functools.wraps(stock)
     def config() -> Trainer.Config:
@@ -58,7 +58,7 @@ def _compiled(stock: ConfigFunction) -> ConfigFunction:
 
 
 def _llama3_405b() -> Trainer.Config:
-    """torchtitan's, made of its 70B's: its own comes with torchao's float8 already, and for GPUs alone."""
+    """Return torchtitan's 405B, built from its 70B: its own has torchao's float8 already, and is for GPUs alone."""
     made = llama3.llama3_70b()
     made.model_spec = model_registry("405B")
     made.hf_assets_path = "./assets/hf/Llama-3.1-405B"

@@ -42,12 +42,12 @@ class Float8Converter(QuantizationConverter):
         self.options = Options(**{name: getattr(config, name) for name in names})
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
-        """Have ``model_config`` build its model in float8, in place; one that does so already is asked anew."""
+        """Have ``model_config`` build its model in float8, in place; one that does so already takes the new options."""
         return in_float8(model_config, self.options)
 
 
 def with_float8(spec: ModelSpec, **options: Any) -> ModelSpec:
-    """``spec`` with its model in float8, and the scales made after each optimizer step.
+    """Return ``spec`` with its model in float8, and the scales computed after each optimizer step.
 
     After torchtitan 0.3 the function of this name takes what there is in place of specs: a trainer's config, of which
     it returns a changed copy, or a model's config, which it changes.
@@ -62,7 +62,7 @@ def with_float8(spec: ModelSpec, **options: Any) -> ModelSpec:
 
 
 def with_precompute_scales(spec: ModelSpec) -> ModelSpec:
-    """``spec`` whose optimizers make the scales after each step; what it did after building them is done first."""
+    """Return ``spec`` with scales after each optimizer step; what it did after building them is done first."""
     before: Callable[..., None] | None = spec.post_optimizer_build_fn
 
     def build_fn(

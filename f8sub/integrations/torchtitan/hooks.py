@@ -1,4 +1,4 @@
-"""What f8sub hooks into a trainer of torchtitan's, of any version: scales, a monitor, gradients, checkpointed blocks.
+"""Hooks f8sub into a trainer of torchtitan's, of any version: scales, a monitor, gradients, checkpointed blocks.
 
 Scales are computed after each optimizer step, over all parts of the model. A monitor runs beside the trainer by the
 option ``monitor_every``; torchtitan 0.3 launches the steps that it samples, though it would replay a CUDA graph of
@@ -47,11 +47,12 @@ def launch_next() -> None:
         Float8ConfigError: torchtitan makes graphs in a way that is not known.
     """
     for wrapper in _wrappers():
+        # Its counter of launched calls to come, which each one lowers.
         wrapper._warmup_remaining = 1
 
 
 def _wrappers() -> list[Any]:
-    """The graphs of this process; none where it was told to make none, or knows none."""
+    """Return the graphs of this process; none where it was told to capture none, or knows none."""
     module = next((sys.modules[name] for name in _MODULES if name in sys.modules), None)
     if module is None:
         return []
@@ -74,7 +75,7 @@ _attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def attach(
     optimizers: torch.optim.Optimizer, model_parts: Sequence[torch.nn.Module], parallel_dims: Any = None
 ) -> None:
-    """Have the scales of all ``model_parts`` made after every step of torchtitan's container of optimizers; once.
+    """Have the scales of all ``model_parts`` computed after every step of torchtitan's container of optimizers; once.
 
     The signature is that of ``ModelSpec.post_optimizer_build_fn``: the parts are sharded by now, and no step is taken.
 
@@ -100,7 +101,7 @@ def attach(
 def _compile_before_capture(optimizers: torch.optim.Optimizer, states: Sequence[ScalingState]) -> None:
     """Have the second step launched, for which blocks with amax histories are compiled once more.
 
-    From the first step on all of their scales are made. torchtitan captures the second step otherwise.
+    From the first step on all of their scales are computed. torchtitan captures the second step otherwise.
     """
 
     def after_first_step(*step: Any) -> None:
@@ -129,7 +130,7 @@ def _check_compiled_once(model: torch.nn.Module, args: Any) -> None:
 
 
 def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
-    """That FSDP2 will gather every weight as it was converted to.
+    """Check that FSDP2 will gather every weight as it was converted to.
 
     Raises:
         Float8ConfigError: names the layers whose weight is not f8sub's any more.
@@ -158,7 +159,7 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
 
 
 def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
-    """That no tensor-parallel weight with amax histories is gathered as float8 in a compiled block.
+    """Check that no tensor-parallel weight with amax histories is gathered as float8 in a compiled block.
 
     Raises:
         Float8ConfigError: names the first of them; the first forward would fail, in dynamo's words.
@@ -195,19 +196,19 @@ def attach_at_first_step() -> None:
 
 
 def _attach_to_container(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """The container is the one optimizer that knows the parts of the model; it steps those of each part."""
+    """Attach where the optimizer is torchtitan's container, which alone knows the model's parts and steps each."""
     parts = getattr(optimizer, "model_parts", ())
     if any(getattr(part, PRECOMPUTE, False) for part in parts):
         attach(optimizer, parts)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returned."""
+    """Return whether ``module.compile()`` was called, or this is what ``torch.compile(module)`` returned."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those of ``layers`` whose DTensor parameters FSDP2 puts together as plain tensors of spmd_types' kind.
+    """Return those of ``layers`` whose DTensor parameters FSDP2 gathers as plain tensors of spmd_types' kind.
 
     From torch 2.14 on; what is a DTensor before it is sharded is a DTensor after it is gathered.
     """
@@ -238,6 +239,7 @@ class _File:
         self.path = path
 
     def __call__(self, step: int, rows: Sequence[Statistics]) -> None:
+        # A monitor counts from 0.
         jsonl(self.path)(step + 1, [row._replace(step=step + 1) for row in rows])
 
 
@@ -262,6 +264,7 @@ def _begin(model: torch.nn.Module, args: Any) -> None:
         every, path = getattr(model, WANTED)
         file = _File(Path(path))
         monitor = Monitor(model, every, to=file)
+        # Never left: nothing tells which step is torchtitan's last.
         monitor.__enter__()
         _begun[model] = monitor, file
 
@@ -283,10 +286,10 @@ def _attach(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _launch_samples(monitor: Monitor, part: torch.nn.Module, *step: Any) -> None:
-    """Optimizer step post-hook, after the monitor's own: no graph is replayed in a step that is sampled.
+    """Launch sampled steps, in a post-hook of optimizer steps that runs after the monitor's own.
 
-    Nor is one captured in the second step: the first one is sampled and runs compiled blocks eagerly, so the second one
-    compiles them, and what Triton tunes then cannot be captured.
+    No graph is replayed in a step that is sampled. Nor is one captured in the second step: the first one is sampled and
+    runs compiled blocks eagerly, so the second one compiles them, and what Triton tunes then cannot be captured.
     """
     if monitor.sampling or part not in _stepped:
         launch_next()
@@ -298,7 +301,7 @@ def _launch_samples(monitor: Monitor, part: torch.nn.Module, *step: Any) -> None
 def _ranks_of_the_same_layers(
     parts: Sequence[torch.nn.Module],
 ) -> list[tuple[list[int], dist.ProcessGroup | None]]:
-    """The ranks of each part's stage of a pipeline, and their group; None where all ranks have the same layers."""
+    """Return the ranks of each part's pipeline stage, and their group; None where all ranks have the same layers."""
     if not dist.is_initialized():
         return [([0], None)] * len(parts)
     own = [[n for n, each in part.named_modules() if is_converted(each)] for part in parts]
@@ -307,6 +310,7 @@ def _ranks_of_the_same_layers(
         for names in of_parts:
             stages.setdefault(repr(names), []).append(rank)
     world = list(range(dist.get_world_size()))
+    # Every rank makes every group, in one order: new_group is a collective of all ranks.
     groups = {stage: None if ranks == world else dist.new_group(ranks) for stage, ranks in stages.items()}
     return [(stages[repr(names)], groups[repr(names)]) for names in own]
 
@@ -336,7 +340,7 @@ KEEP = "float8_checkpoint_policy"
 
 
 def set_policy(model: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook that gives checkpointed blocks their policy, when the model is first called.
+    """Give checkpointed blocks their policy, in a pre-hook of the model's first forward.
 
     torchtitan wraps blocks after the model was converted, and tells nobody. Code is compiled in the first call.
 

@@ -1,4 +1,4 @@
-"""Which torchtitan is installed, and what ``f8sub.titan`` has for it; imports nothing of torchtitan until it is asked.
+"""Finds which torchtitan is installed, and what ``f8sub.titan`` has for it; imports none of it until it is asked.
 
 A torchtitan is known by where its modules lie, not by its number: what users install from its repository has the number
 of the release before.
@@ -39,7 +39,7 @@ READY_MADE = (
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A torchtitan that f8sub knows.
+    """Describes a torchtitan that f8sub knows.
 
     Attributes:
         name: what users call it.
@@ -100,7 +100,7 @@ NAMES = frozenset(name for layout in LAYOUTS for name in layout.homes)
 
 
 def installed() -> Layout:
-    """The layout of the torchtitan that is installed.
+    """Return the layout of the torchtitan that is installed.
 
     Raises:
         Float8ConfigError: none is installed, or it is laid out as none that f8sub knows.
@@ -125,7 +125,7 @@ def installed() -> Layout:
 
 
 def attribute(name: str) -> Any:
-    """What ``f8sub.titan`` has by that name, for the torchtitan that is installed.
+    """Return what ``f8sub.titan`` has by that name, for the torchtitan that is installed.
 
     Raises:
         AttributeError: f8sub has no such name for any torchtitan.
@@ -151,7 +151,7 @@ def attribute(name: str) -> Any:
 
 
 def names() -> list[str]:
-    """What ``f8sub.titan`` has for the torchtitan that is installed; nothing where f8sub knows none of its layout."""
+    """Return the names of ``f8sub.titan`` for the torchtitan that is installed; none where its layout is unknown."""
     try:
         layout = installed()
     except Float8ConfigError:
@@ -166,7 +166,7 @@ def names() -> list[str]:
 def register() -> None:
     """Have torchtitan know what it looks for by name, right after it imported ``f8sub.titan``.
 
-    Where it is not torchtitan that imports it, what goes wrong is told to whoever asks for a name.
+    Where it is not torchtitan that imports it, what goes wrong is reported to whoever asks for a name.
 
     Raises:
         Float8ConfigError: as of ``attribute``, where torchtitan's config system runs.
@@ -180,7 +180,8 @@ def register() -> None:
 
 
 def _folder() -> Path | None:
-    """The package's; None where it is not installed."""
+    """Return the package's folder; None where it is not installed."""
+    # Finds the package without importing it, which takes seconds and may fail.
     spec = find_spec("torchtitan")
     places = (spec.submodule_search_locations if spec is not None else None) or []
     return next((Path(place) for place in places), None)

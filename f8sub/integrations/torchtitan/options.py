@@ -1,4 +1,4 @@
-"""What torchtitan's users ask for, and the one conversion of their model; of any version of torchtitan."""
+"""Options: what torchtitan's users ask for; and the one conversion of their model, for any version of torchtitan."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -40,7 +40,7 @@ SPELLED = {"true": True, "false": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is converted, and how; the names are torchtitan's.
+    """Options of a conversion, by torchtitan's names.
 
     The annotations are for torchtitan's parser of command lines and TOML; in code any sequence or mapping will do.
 
@@ -55,9 +55,9 @@ class Options:
         skip: glob patterns over whole segments of names, see ``f8sub.convert_to_float8``.
         skip_defaults: leave output heads, routers, LoRA adapters and small layers alone, as ``convert_to_float8``.
         enable_fsdp_float8_all_gather: weights are gathered as float8.
-        precompute_float8_dynamic_scale_for_fsdp: one all-reduce makes the scales of all weights after each optimizer
+        precompute_float8_dynamic_scale_for_fsdp: one all-reduce computes the scales of all weights after each optimizer
             step; None for wherever the weights are gathered as float8.
-        reduce_gradients_in_float8: gradients are e4m3 codes on the wire, added in float32; see
+        reduce_gradients_in_float8: gradients are e4m3 on the wire, added in float32; see
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
         keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves
             a byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
@@ -91,6 +91,7 @@ class Options:
     monitor_file: str = ""
 
     def __post_init__(self) -> None:
+        # Errors come where the options are given, before a model is built.
         layer_recipes(self.recipe)
         layer_keep_x(self.keep_x)
         if self.keep_swiglu_input not in ("high_precision", "float8"):
@@ -130,18 +131,18 @@ class Options:
         return {pattern: _with_options(each, options.get(each, {})) for pattern, each in name.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON can say them, by torchtitan's name for that."""
+        """Return the options as JSON can hold them, by torchtitan's name for that."""
         return {name: _plain(value) for name, value in asdict(self).items()}
 
     @property
     def precompute(self) -> bool:
-        """Whether scales are made after each optimizer step."""
+        """True if scales are computed after each optimizer step."""
         wanted = self.precompute_float8_dynamic_scale_for_fsdp
         return self.enable_fsdp_float8_all_gather if wanted is None else wanted
 
 
 def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options as they were given; Float8ConfigError where ``Options`` has none of a name."""
+    """Return options as they were given; Float8ConfigError where ``Options`` has none of a name."""
     names = [each.name for each in fields(Options)]
     for name in options:
         if name not in names:
@@ -150,7 +151,7 @@ def known(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say of an option that was given in code, a dtype or a function by its name."""
+    """Return an option that was given in code as JSON can hold it, a dtype or a function by its name."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -160,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_options(name: Any, options: Mapping[str, Any]) -> Recipe:
-    """``get_recipe`` of what a command line can say, with errors that say where it was said."""
+    """Return ``get_recipe`` of what a command line can say, with errors that say where it was said."""
     read = {option: _dtype_or_itself(value) for option, value in options.items()}
     try:
         return get_recipe(name, **read)
@@ -218,6 +219,7 @@ def convert(
     if options.checkpoint_policy:
         setattr(model, KEEP, options.checkpoint_policy)
         model.register_forward_pre_hook(set_policy)
+    # On the model: torchtitan copies it for pipeline stages, and the copies keep attributes.
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:
         attach_at_first_step()

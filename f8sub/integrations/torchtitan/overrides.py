@@ -1,4 +1,4 @@
-"""The overrides that torchtitan's command line knows by name, of 0.3 and after."""
+"""Registers the overrides that torchtitan's command line knows by name, in 0.3 and after."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -30,16 +30,16 @@ def _of_titan(function: Function) -> Function:
 @override(target=BaseModel.Config, description="f8sub: linear layers in float8")
 @_of_titan
 def float8(config: BaseModel.Config, **options: Any) -> BaseModel.Config:
-    """The override that converts a model; ``options`` are those of ``Float8Converter.Config``."""
+    """Convert a model in an override; ``options`` are those of ``Float8Converter.Config``."""
     return in_float8(config, Options(**known(options)))
 
 
 @override(target=OptimizersContainer.Config, description="f8sub: scales after each step")
 @_of_titan
 def precompute_scales(config: OptimizersContainer.Config) -> OptimizersContainer.Config:
-    """The override with which scales are made, and converted weights checked, from when the optimizers are built.
+    """Compute scales, and check converted weights, from when the optimizers are built; an override.
 
-    Without it weights are checked at the first forward, and scales are made from the first optimizer step on. After
+    Without it weights are checked at the first forward, and scales are computed from the first optimizer step on. After
     0.3 a converted model does all of it by itself.
     """
 

@@ -21,7 +21,7 @@ SUFFIX = "_f8sub"
 
 
 def home_of(name: str) -> str | None:
-    """The module of torchtitan's that has the recipe which ``name`` has in float8; by its text, nothing is imported."""
+    """Return torchtitan's module with the recipe that ``name`` has in float8; by its text, nothing is imported."""
     stock = name.removesuffix(SUFFIX)
     family = next((each for each in FAMILIES if stock.startswith(each)), "")
     for place in PLACES:
@@ -35,7 +35,7 @@ def home_of(name: str) -> str | None:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Torchtitan's recipe of that name with all that the transform converts in float8, default recipe of f8sub's.
+    """Return torchtitan's recipe of that name with all that the transform converts in float8, by the default recipe.
 
     Raises:
         Float8ConfigError: torchtitan has none.

@@ -23,7 +23,7 @@ from f8sub.integrations.torchtitan.options import Options, convert
 
 
 def gate(h: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of the results of w1 and w3."""
+    """Return SwiGLU of the results of w1 and w3."""
     return F.silu(h) * up
 
 
@@ -41,6 +41,7 @@ def register_grouped_experts(backend: str | None) -> None:
     )
 
     def forward(module: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        # Experts' tokens stand one expert after the other: x [tokens, K], w1 and w3 [E, N, K], w2 [E, K, N].
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         h = gated(grouped_linear(x, module.w1, ends), grouped_linear(x, module.w3, ends))
         return grouped_linear(h, module.w2, ends).type_as(x)
@@ -55,7 +56,7 @@ NAME = "f8sub"
 
 @dataclass
 class JobConfig:
-    """What ``--job.custom_config_module=f8sub.titan`` adds to torchtitan's own."""
+    """Adds the section of f8sub to torchtitan's job config, by ``--job.custom_config_module=f8sub.titan``."""
 
     f8sub: Options = field(default_factory=Options)
 
@@ -89,7 +90,7 @@ class Float8ModelConverter:
         logger.info(f"f8sub: {conversion_report(model).summary}")
 
     def post_optimizer_hook(self, model: torch.nn.Module | list[torch.nn.Module]) -> None:
-        """Nothing: a hook of torchtitan's container of optimizers makes the scales, of all parts of the model."""
+        """Do nothing: a hook of torchtitan's container of optimizers computes the scales, of all parts of the model."""
 
 
 register_model_converter(Float8ModelConverter, NAME)

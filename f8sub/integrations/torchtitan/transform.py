@@ -25,12 +25,12 @@ class Float8Transform(Options, ModelConfigTransform):
     """
 
     def transform(self, model: BaseModel.Config, *, context: Any = None) -> BaseModel.Config:
-        """Have ``model`` build its model in float8, in place; one that does so already is asked anew."""
+        """Have ``model`` build its model in float8, in place; one that does so already takes the new options."""
         return in_float8(model, self)
 
 
 def with_float8(config: Any, **options: Any) -> Any:
-    """A trainer's or a model's config with its model in float8, and the scales made after each optimizer step.
+    """Return a trainer's or a model's config with its model in float8, and scales after each optimizer step.
 
     Args:
         config: a trainer's, as torchtitan's recipes return it, which is copied; or a model's, which is changed.

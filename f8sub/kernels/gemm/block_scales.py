@@ -1,4 +1,4 @@
-"""Scales of blocks, float32, laid out as cuBLASLt reads them on Hopper.
+"""Lays out float32 scales of blocks as cuBLASLt reads them on Hopper.
 
 Source: "1D Block Scaling Factors Layout" of cuBLAS's documentation, and the checks of ATen/native/cuda/ScaledBlas.cpp.
 """
@@ -19,7 +19,7 @@ _SQUARES_ALIGNMENT = 4
 
 
 def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> torch.Tensor:
-    """Where kernels and operators store a matrix's ``scale_inv``: column-major of 1x128, as ``vectors`` has it."""
+    """Return memory for a matrix's ``scale_inv``, (rows / tile, K / tile): column-major for 1x128, as ``vectors``."""
     lines, blocks = format.tile.scale_shape((rows, depth))
     if _is_column_major(format):
         return like.new_empty((blocks, lines), dtype=torch.float32).t()
@@ -27,13 +27,13 @@ def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: 
 
 
 def flat(operand: Operand) -> torch.Tensor:
-    """``operand.scale_inv`` in one dimension, as it lies in memory; of an operand that ``is_laid_out``."""
+    """Return ``operand.scale_inv`` in one dimension, as it lies in memory; of an operand that ``is_laid_out``."""
     scale_inv = operand.scale_inv
     return (scale_inv.t() if _is_column_major(operand.format) else scale_inv).view(-1)
 
 
 def unflat(operand: Operand) -> Operand:
-    """``operand`` with the matrix of scales that ``flat`` was given; one that has it comes back as it is."""
+    """Return ``operand`` with the matrix of scales that ``flat`` was given; one that has it comes back as it is."""
     if operand.scale_inv.dim() == 2:
         return operand
     lines, blocks = operand.format.tile.scale_shape(operand.shape)
@@ -43,7 +43,7 @@ def unflat(operand: Operand) -> Operand:
 
 
 def is_laid_out(operand: Operand) -> bool:
-    """Whether ``operand.scale_inv`` has the strides of ``empty_scale_inv``, even where a dimension is 1."""
+    """Return whether ``operand.scale_inv`` has the strides of ``empty_scale_inv``, even where a dimension is 1."""
     lines, blocks = operand.scale_inv.shape
     expected = (1, max(lines, 1)) if _is_column_major(operand.format) else (max(blocks, 1), 1)
     return operand.scale_inv.stride() == expected
@@ -54,14 +54,14 @@ def _is_column_major(format: Float8Format) -> bool:
 
 
 def whole_blocks(edge: int, size: int) -> bool:
-    """Whether a tile's edge is made of whole blocks of ``size`` elements."""
+    """Return whether a tile's edge is a multiple of blocks of ``size`` elements, or all of them."""
     return edge == ALL or edge % size == 0
 
 
 def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) -> torch.Tensor:
-    """``scale_inv`` of every block of (rows, cols), repeated for the blocks of larger tiles, by one copy at most.
+    """Return ``scale_inv`` of every block of (rows, cols), repeated for the blocks of larger tiles, by one copy.
 
-    (blocks of rows, blocks of K), or the other way round where ``transposed``.
+    It is (blocks of rows, blocks of K), or the other way round where ``transposed``; a view where nothing is repeated.
     """
     tile, scale_inv = operand.format.tile, operand.scale_inv
     count = Tile(rows, cols).scale_shape(operand.shape)
@@ -71,6 +71,7 @@ def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) 
     )
     # As bytes where they are bytes: torch copies those.
     plain = scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
+    # [tiles of rows, blocks in a tile, tiles of K, blocks in a tile]: a view, which reshape copies once.
     repeated = plain[:, None, :, None].expand(-1, down, -1, along)
     if transposed:
         repeated, count = repeated.permute(2, 3, 0, 1), count[::-1]
@@ -80,14 +81,14 @@ def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) 
 
 
 def vectors(operand: Operand) -> torch.Tensor:
-    """Scales of 1x128: float32, (rows filled up to a multiple of 16, blocks), column-major."""
+    """Return scales of 1x128: float32, (rows filled up to a multiple of 16, blocks), column-major."""
     if _is_column_major(operand.format) and is_laid_out(operand) and not operand.shape[0] % ALIGNMENT:
         return operand.scale_inv
     return _filled(spread(operand, 1, BLOCK, transposed=True), ALIGNMENT).t()
 
 
 def squares(operand: Operand) -> torch.Tensor:
-    """Scales of 128x128: float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major."""
+    """Return scales of 128x128: float32, (blocks of K filled up to a multiple of 4, blocks of rows), column-major."""
     fills_rows = operand.scale_inv.shape[1] % _SQUARES_ALIGNMENT == 0
     if operand.format.tile == Tile(BLOCK, BLOCK) and is_laid_out(operand) and fills_rows:
         return operand.scale_inv.t()
@@ -95,7 +96,7 @@ def squares(operand: Operand) -> torch.Tensor:
 
 
 def _filled(scales: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Row-major scales whose rows are filled up with ones to a multiple of so many."""
+    """Return row-major scales whose rows are filled up with ones to a multiple of so many."""
     rows, cols = scales.shape
     if cols % multiple:
         laid_out = scales.new_ones(rows, cols + -cols % multiple)
@@ -106,7 +107,7 @@ def _filled(scales: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Codes filled up with zeros to what cuBLASLt takes."""
+    """Return float8 data filled up with zeros to what cuBLASLt takes."""
     rows, cols = codes.shape
     missing_rows, missing_cols = -rows % ALIGNMENT, -cols % ALIGNMENT
     if not missing_rows and not missing_cols:
@@ -115,5 +116,5 @@ def aligned(codes: torch.Tensor) -> torch.Tensor:
 
 
 def cut(y: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """A product of filled up operands without what filled them up."""
+    """Return a product of filled up operands without what filled them up."""
     return y if y.shape == (rows, cols) else y[:rows, :cols]

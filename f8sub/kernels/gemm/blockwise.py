@@ -1,6 +1,6 @@
-"""Our own GEMM of operands with scales of blocks, for Hopper: squares of any edge, single lines, any dtypes.
+"""Our own GEMM of operands with scales of blocks, for Hopper: squares of any edge, single rows, any dtypes.
 
-Which tiles it takes was measured where ``table`` has the GPU; elsewhere ``default_config`` decides by shape.
+The tiles it takes were measured where ``table`` has the GPU; elsewhere ``default_config`` decides by shape.
 
 The backend "measured" takes, for each shape, the faster one of ``scaled_mm`` and this GEMM, as it was measured. It runs
 where this GPU was measured and this GEMM won at some shape; ``scripts/tune_gemm.py`` measures.
@@ -22,7 +22,7 @@ CAPABILITY = (9, 0)
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """See ``select.Backend``."""
+    """Return why it cannot run, see ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
         return f"takes float8 with float32 scales of one level, not {a} and {b}"
     if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
@@ -33,7 +33,10 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """See ``select.Backend``; ``fast_accum`` has no effect, as partial sums are scaled every 128 elements of K."""
+    """Compute y [M, N] = a [M, K] @ b [N, K].t(), see ``select.Backend``; ``fast_accum`` has no effect.
+
+    Partial sums are scaled, in float32, every 128 elements of K.
+    """
     del fast_accum
     rows, depth = a.data.shape
     config = _config(a.format, b.format, a.data.device, (rows, depth, b.data.shape[0]))
@@ -41,12 +44,14 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 
 
 def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config) -> torch.Tensor:
-    """``gemm_nt`` in given tiles."""
+    """Run ``gemm_nt`` in given tiles: (M, K) x (N, K) -> (M, N)."""
     from f8sub.kernels.triton import gemm_launch
     from f8sub.kernels.triton.launch import Made, run
 
     def make() -> Made:
         launches, out = gemm_launch.multiplication(a, b, out_dtype, config, multiprocessors(a.data.device))
+        # K in parts: the first launch writes partial sums [parts, M, N], float32, and the
+        # second one adds them into ``out``.
         parts = launches[0].arguments["out_ptr"]
         return Made(launches, [out] if parts is out else [out, parts], [])
 
@@ -55,7 +60,7 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config) -> 
 
 
 def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
-    """Tiles for a product (M, K, N) of which nothing was measured.
+    """Choose tiles for a product (M, K, N) of which nothing was measured.
 
     Of few rows as many tiles as there are multiprocessors, so that all of them read ``b``, and K in parts where 32
     columns a tile are not few enough. Source: reasoning, see ``table`` for what was measured.
@@ -63,8 +68,10 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
     rows, depth, cols = shape
     if rows > tuning.FEW_ROWS:
         return Config(128, 256, stages=4, persistent=True, group=16)
+    # The widest tile that still keeps three quarters of the multiprocessors busy.
     wide = next((edge for edge in (128, 64, 32) if cols >= edge * multiprocessors * 3 // 4), 32)
     tiles, blocks = -(-cols // wide), -(-depth // BLOCK)
+    # At least 4 blocks of K to a part: a shorter one spends its time filling its pipeline.
     parts = max(1, min(multiprocessors // tiles, blocks // 4, 8))
     return Config(64, wide, stages=8, group=1, parts=parts)
 
@@ -81,7 +88,7 @@ def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple
 
 @functools.cache
 def why_not_device(device: torch.device) -> str | None:
-    """Why kernels for Hopper do not run on a device; None where they do."""
+    """Return why kernels for Hopper do not run on a device; None where they do."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"runs on NVIDIA's GPUs, not on {device}"
     if importlib.util.find_spec("triton") is None:
@@ -98,12 +105,12 @@ def why_not_device(device: torch.device) -> str | None:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """Return how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def why_not_measured(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """See ``select.Backend``."""
+    """Return why it cannot run, see ``select.Backend``."""
     for name, reason in (
         ("triton", why_not(a, b, device)),
         ("scaled_mm", scaled_mm.why_not(a, b, device)),
@@ -120,7 +127,7 @@ def why_not_measured(a: Float8Format, b: Float8Format, device: torch.device) -> 
 
 
 def measured_gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """See ``select.Backend``."""
+    """Compute y [M, N] = a [M, K] @ b [N, K].t() by the backend that was faster at the nearest measured shape."""
     shape = (*a.data.shape, b.data.shape[0])
     if _winner(a.format, b.format, a.data.device, shape) == "triton":
         return gemm_nt(a, b, out_dtype, fast_accum)

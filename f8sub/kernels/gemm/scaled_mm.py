@@ -1,9 +1,9 @@
-"""``torch._scaled_mm``: one scale a tensor, a row or a block, on CUDA through cuBLASLt; CPU too.
+"""``torch._scaled_mm``: one scale per tensor, row or block, on CUDA through cuBLASLt; CPU too.
 
-What cuBLASLt takes: dimensions that are multiples of 16, so operands are filled up with zeros; blocks of 1x128 and of
+cuBLASLt takes dimensions that are multiples of 16, so operands are filled up with zeros; and blocks of 1x128 and of
 128x128 (Hopper), so scales of larger tiles are repeated for the blocks in them.
 
-With one byte a scale cuBLASLt reads the scales in a layout of its own. Source: "1D Block Scaling Factors Layout" of
+With scales of one byte cuBLASLt reads the scales in a layout of its own. Source: "1D Block Scaling Factors Layout" of
 cuBLAS's documentation, and the checks of ATen/native/cuda/ScaledBlas.cpp.
 """
 
@@ -32,7 +32,7 @@ _BLOCKS = {
 
 
 def why_not_of_a_byte(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Why ``torch._scaled_mm`` does not multiply two formats that are not both plain; None where it does."""
+    """Return why ``torch._scaled_mm`` does not multiply two formats that are not both plain; None where it does."""
     dtype, size, _ = _BLOCKS.get(a.scale_rule, (None, 1, None))
     taken = all(f.dtype == dtype and block_scales.whole_blocks(f.tile.cols, size) for f in (a, b))
     if a.scale_rule is not b.scale_rule or not taken:
@@ -54,6 +54,7 @@ def why_not_of_a_byte(a: Float8Format, b: Float8Format, device: torch.device) ->
 def gemm_of_a_byte(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
     """``a @ b.t()``: (M, K) x (N, K) -> (M, N), of formats that ``why_not`` has no reason against."""
     _, size, kind = _BLOCKS[a.format.scale_rule]
+    # nvfp4 has a second level, one float32 scale per tensor; mxfp8 has none.
     levels = len(a.tensors) - 1
     kinds = [kind, ScalingType.TensorWise][:levels]
     swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE][:levels]
@@ -64,15 +65,16 @@ def gemm_of_a_byte(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tens
 
 
 def swizzled(operand: Operand, size: int) -> torch.Tensor:
-    """Scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4; flat.
+    """Return scales of 1 x ``size``, one byte each, in SWIZZLE_32_4_4; flat.
 
     They come in atoms of 128 rows by 4 blocks, in row-major order. Within an atom the scale of row r and block c is
-    byte ``16 * (r % 32) + 4 * (r // 32) + c``: four bands of 32 rows interleaved. What fills up the last atoms are zero
-    bytes, which meet no codes but zeros.
+    byte ``16 * (r % 32) + 4 * (r // 32) + c``: four runs of 32 rows interleaved.
     """
     scales = block_scales.spread(operand, 1, size)
     rows, blocks = scales.shape
+    # Zero bytes fill up the last atoms: they meet only the zeros that fill up the data.
     filled = pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    # [atoms of rows, r // 32, r % 32, atoms of blocks, c]
     atoms = filled.view(-1, 4, 32, filled.shape[1] // 4, 4)
     return atoms.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
 
@@ -82,7 +84,7 @@ ROWWISE = Tile(1, ALL)
 
 
 def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """See ``select.Backend``."""
+    """Return why it cannot run, see ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
         return why_not_of_a_byte(a, b, device)
     if a.dtype == b.dtype == torch.float8_e5m2:
@@ -97,7 +99,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
 
 
 def is_traceable(a: Operand, b: Operand) -> bool:
-    """Whether ``torch.compile`` may look into this GEMM.
+    """Return whether ``torch.compile`` may look into this GEMM.
 
     Not with scales of blocks: dynamo of 2.11 does not know ``_scaled_mm_v2``, and Inductor of 2.13 calls the first
     version of it with scales that are laid out for the second. Nor where it depends on a dynamic shape whether a
@@ -109,17 +111,17 @@ def is_traceable(a: Operand, b: Operand) -> bool:
 
 
 def _is_settled(size: int) -> bool:
-    """Whether dynamo knows without a guard if a size is a multiple of ``ALIGNMENT``."""
+    """Return whether dynamo knows without a guard if a size is a multiple of ``ALIGNMENT``."""
     known = torch.fx.experimental.symbolic_shapes.statically_known_true
     return known(size % ALIGNMENT == 0) or known(size % ALIGNMENT != 0)
 
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """``a @ b.t()``: (M, K) x (N, K) -> (M, N).
+    """Compute y [M, N] = a [M, K] @ b [N, K].t().
 
-    A scale of a whole tensor is repeated for the rows where the other operand has one a row, and on CPUs that are slow
-    with it as it is. ``fast_accum`` keeps partial sums in the tensor core's accumulator; it has no effect on the CPU,
-    nor with blocks, whose partial sums are scaled every 128 elements.
+    A scale of a whole tensor is repeated for the rows where the other operand has one per row, and on CPUs that are
+    slow with it as it is. ``fast_accum`` keeps partial sums in the tensor core's accumulator; it has no effect on the
+    CPU, nor with blocks, whose partial sums are scaled every 128 elements.
     """
     left, a_scale_inv, format, _ = a
     right, b_scale_inv, b_format, _ = b
@@ -129,6 +131,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     if has_rows or (left.dtype is right.dtype and left.is_cpu and _onednn_loops()):
         if _in_blocks(format, b_format):
             return _gemm_nt_in_blocks(a, b, out_dtype)
+        # a's scales [M, 1] and b's [1, N]: _scaled_mm takes one per row of both, or one per tensor of both.
         a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
         b_scale_inv = b_scale_inv.expand(right.shape[0], 1).contiguous().t()
     if left.is_cuda:
@@ -200,7 +203,7 @@ def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str
 
 @constant_result
 def _why_no_vector_scales(device: torch.device) -> str | None:
-    """Why cuBLASLt does not take more than one scale an operand; what ``_scaled_mm`` then has for rows is CUTLASS."""
+    """Return why cuBLASLt takes no more than one scale per operand; for rows ``_scaled_mm`` then has CUTLASS."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if major == 9 and cuda_version() >= (12, 9):
         return None
@@ -212,17 +215,17 @@ def _why_no_vector_scales(device: torch.device) -> str | None:
 
 @constant_result
 def _onednn_loops() -> bool:
-    """Whether the CPU is one where torch takes oneDNN for two operands of one dtype under one scale each, in vain.
+    """Return whether torch takes oneDNN in vain for operands of one dtype under one scale each on this CPU.
 
     ATen's ``_scaled_mm_out_cpu`` does where there is AMX; oneDNN has float8 kernels for AMX-FP16 alone, and elsewhere
-    (Sapphire and Emerald Rapids) its plain loop takes 42 ns a multiply-add. Rows are multiplied in float32: 0.4 ns.
+    (Sapphire and Emerald Rapids) its plain loop takes 42 ns per multiply-add. Rows are multiplied in float32: 0.4 ns.
     """
     return cpu_has_amx() and not cpu_has_amx_fp16() and _why_not_rows_on_the_cpu() is None
 
 
 @functools.cache
 def _why_not_rows_on_the_cpu() -> str | None:
-    """Tried rather than looked up: which scales the CPU takes differs between builds of one torch version."""
+    """Try rowwise scales rather than look them up: which the CPU takes differs between builds of one torch version."""
     try:
         with no_dispatch_modes():
             codes = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")

@@ -1,4 +1,4 @@
-"""Which kernel does the work. A GEMM's is decided once, at conversion, shown in ``repr``, never replaced."""
+"""Selects the kernel for each GEMM: once, at conversion, shown in ``repr``, never replaced."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ REFERENCE = "reference"
 
 @dataclass(slots=True)
 class Backend:
-    """What multiplies.
+    """A backend of GEMMs of two float8 operands.
 
     Attributes:
         why_not: why it cannot run a GEMM of two formats on a device; None when it can.
@@ -55,7 +55,7 @@ _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM
 
 
 def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
-    """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
+    """Return the name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
     No such backend, or none that can, is a ``Float8ConfigError``, which carries every candidate's reason.
     """
@@ -84,10 +84,11 @@ def gemm_nt(
     fast_accum: bool = False,
     traced: bool = False,
 ) -> torch.Tensor:
-    """``a @ b.t()`` by the backend of that name: (M, K) x (N, K) -> (M, N) in ``out_dtype``; zeros of no K.
+    """Compute y [M, N] = a [M, K] @ b [N, K].t() by the backend of that name, in ``out_dtype``; zeros for an empty K.
 
     ``traced`` for a graph that is compiled: a backend that the compiler must not look into is one node there.
     """
+    # cuBLASLt and kernels take no empty operand; an expert may have no tokens, a batch no rows.
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.scale_inv.new_zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     run = GEMM[backend].gemm_nt
@@ -159,7 +160,7 @@ class Plan:
     @classmethod
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
-        """The plan of these fields, its key excepted, which is given here."""
+        """Return the plan of these fields, its key excepted, which is given here."""
         plan = cls(*(*fields, str(next(plan_numbers))))
         cls.made[plan.key] = plan
         return plan

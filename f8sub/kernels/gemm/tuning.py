@@ -1,7 +1,7 @@
-"""Tiles of GEMMs, dense and grouped, and what was measured of those with scales of blocks.
+"""Tiles of GEMMs, dense and grouped, and the measurements of those with scales of blocks.
 
-What was measured: which backend was faster, in which tiles, on which GPU. The measurements are files of
-``f8sub/kernels/gemm/gemm_tables``, one a GPU, written by ``scripts/tune_gemm.py``. A shape's class is the measured
+It was measured which backend was faster, in which tiles, on which GPU. The measurements are files of
+``f8sub/kernels/gemm/gemm_tables``, one per GPU, written by ``scripts/tune_gemm.py``. A shape's class is the measured
 shape that is nearest, in doublings of its dimensions, of those with few rows or of those with many.
 
 No kernel is imported here: triton need not be installed.
@@ -31,19 +31,19 @@ MARGIN = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a product is cut into tiles.
+    """Describes how a product is cut into tiles.
 
     Attributes:
         rows: of a tile, a power of two; ``persistent``: 128.
         cols: of a tile, a power of two; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
         persistent: ``gemm_sm90.multiply_persistently``; else ``gemm.multiply``.
-        group: tiles of one column that are made one after the other, so that L2 holds what they share.
+        group: tiles of one column that are computed one after the other, so that L2 holds what they share.
         parts: of K that are summed by programs of their own; of ``persistent`` 1.
         warps: of a program of ``gemm.multiply``.
 
     Raises:
-        ValueError: of ``persistent``, other tiles or K in parts, which that kernel does not make.
+        ValueError: of ``persistent``, other tiles or K in parts, which that kernel does not compute.
     """
 
     rows: int
@@ -66,7 +66,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One product on one GPU.
+    """A measured product on one GPU.
 
     Attributes:
         shape: (M, K, N).
@@ -90,18 +90,18 @@ class Measured:
 
 
 def file_of(gpu: str) -> Path:
-    """Where the measurements of a GPU of that name are, or would be."""
+    """Return the file with the measurements of a GPU of that name, there or not."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + ".json")
 
 
 def kind(format: Float8Format) -> str:
-    """What of a format a GEMM's speed depends on: dtype and tile, not how the scales were made."""
+    """Return the name of what a GEMM's speed depends on in a format: dtype and tile, not how scales are computed."""
     return Float8Format(format.dtype, format.tile).name
 
 
 @functools.cache
 def of(gpu: str, a: Float8Format, b: Float8Format) -> tuple[Measured, ...]:
-    """All that was measured of a pair of formats on a GPU of that name; empty where nothing was."""
+    """Return all that was measured of a pair of formats on a GPU of that name; empty where nothing was."""
     path = file_of(gpu)
     if not path.exists():
         return ()
@@ -114,19 +114,19 @@ def of(gpu: str, a: Float8Format, b: Float8Format) -> tuple[Measured, ...]:
 
 
 def nearest(gpu: str, a: Float8Format, b: Float8Format, shape: tuple[int, int, int]) -> Measured | None:
-    """The measurement that stands for a shape (M, K, N); None where nothing was measured of such a class."""
+    """Return the measurement that stands for a shape (M, K, N); None where nothing was measured of such a class."""
     few = shape[0] <= FEW_ROWS
     alike = [measured for measured in of(gpu, a, b) if (measured.shape[0] <= FEW_ROWS) is few]
     return min(alike, key=lambda measured: distance(measured.shape, shape), default=None)
 
 
 def distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
-    """Doublings of M, K and N between two shapes, in all."""
+    """Return the doublings of M, K and N between two shapes, in all."""
     return sum(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))
 
 
 class Rows(NamedTuple):
-    """Where groups of rows lie, which the GPU alone knows.
+    """Tells where groups of rows begin and end, which the GPU alone knows.
 
     Attributes:
         first: int32, (E,), the first row of each.
@@ -143,20 +143,20 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """How products are cut into tiles.
+    """Describes how grouped products are cut into tiles.
 
     Attributes:
         rows: of a tile, a power of two; ``persistent``: 128.
         cols: of a tile, a power of two, at most 128; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
         persistent: ``grouped_gemm_sm90.multiply_groups_persistently``; else ``grouped_gemm.multiply_groups``.
-        group: tiles of one column that are made one after the other, so that L2 holds what they share.
+        group: tiles of one column that are computed one after the other, so that L2 holds what they share.
         blocks: of K that a pass of the persistent kernel's loop takes, a divisor of ``stages``: each sum is filled
             up to whole passes.
         warps: of a program that is not persistent.
 
     Raises:
-        ValueError: tiles that the kernels do not make.
+        ValueError: tiles that the kernels do not compute.
     """
 
     rows: int
@@ -182,7 +182,7 @@ class GroupedConfig:
 
 @functools.cache
 def default_grouped_config(depth: int | None, by_block: bool) -> GroupedConfig:
-    """Tiles of which nothing was measured.
+    """Choose tiles of which nothing was measured.
 
     Args:
         depth: blocks of K of a product by rows; None of one over rows, where only the GPU knows it.
@@ -192,7 +192,9 @@ def default_grouped_config(depth: int | None, by_block: bool) -> GroupedConfig:
     if by_block:
         blocks = 1
     elif depth is None:
+        # The count of blocks is filled up to whole passes: short passes waste less where the GPU alone knows it.
         blocks = 2
     else:
+        # The longest pass that adds no more empty blocks than passes of two would.
         blocks = next((many for many in (4, 2) if -depth % many == -depth % 2), 2)
     return GroupedConfig(128, 256, stages=4, persistent=True, group=16, blocks=blocks)

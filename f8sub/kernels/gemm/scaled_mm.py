@@ -52,7 +52,7 @@ def why_not_of_a_byte(a: Float8Format, b: Float8Format, device: torch.device) ->
 
 
 def gemm_of_a_byte(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b.t()``: (M, K) x (N, K) -> (M, N), of formats that ``why_not`` has no reason against."""
+    """Compute y [M, N] = a [M, K] @ b [N, K].t() of formats with one-byte scales that ``why_not`` lets pass."""
     _, size, kind = _BLOCKS[a.format.scale_rule]
     # nvfp4 has a second level, one float32 scale per tensor; mxfp8 has none.
     levels = len(a.tensors) - 1

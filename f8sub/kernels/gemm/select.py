@@ -152,7 +152,7 @@ class Plan:
     @classmethod
     @functools.cache
     def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
-        """Three times ``select_gemm``; equal questions get the very same plan, so that compiled code is shared."""
+        """Select the backends of the three GEMMs; equal questions get the same plan, so compiled code is shared."""
         gemms = [select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
         any_layout = all(GEMM[name].takes_any_layout(device) for name in gemms if name is not None)
         return cls._of(recipe, *gemms, any_layout, device, backend)

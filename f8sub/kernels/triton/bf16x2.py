@@ -40,7 +40,7 @@ def _bits(x):
 
 @triton.jit
 def finite_pair(pair):
-    """``tile_ops.finite_or_nan`` of each element."""
+    """Return ``tile_ops.finite_or_nan`` of each element of a pair."""
     if INTERPRETED:
         return _bits(finite_or_nan(_left(pair))) | (_bits(finite_or_nan(_right(pair))) << 16)
     else:
@@ -56,25 +56,26 @@ def finite_pair(pair):
 
 @triton.jit
 def order(pair):
-    """Signed halves that order as the magnitudes of finite elements do; all others come before these."""
+    """Return signed halves that order as the magnitudes of finite elements do; all others come before these."""
+    # Without signs, 0x7F80 and more are infinity and NaN: adding 0x80 makes those negative as int16.
     return (pair & 0x7FFF7FFF) + 0x00800080
 
 
 @triton.jit
 def low(halves):
-    """The halves on the left, sign-extended."""
+    """Return the halves on the left, sign-extended."""
     return (halves << 16) >> 16
 
 
 @triton.jit
 def high(halves):
-    """The halves on the right, sign-extended."""
+    """Return the halves on the right, sign-extended."""
     return halves >> 16
 
 
 @triton.jit
 def later(a, b):
-    """The later half on each side."""
+    """Return the larger half on each side."""
     if INTERPRETED:
         return (tl.maximum(low(a), low(b)) & 0xFFFF) | (tl.maximum(high(a), high(b)) << 16)
     else:
@@ -85,7 +86,7 @@ def later(a, b):
 
 @triton.jit
 def last(orders, AXIS: tl.constexpr):
-    """``later`` of all along an axis."""
+    """Return ``later`` of all along an axis."""
     if INTERPRETED:
         return (tl.max(low(orders), AXIS) & 0xFFFF) | (tl.max(high(orders), AXIS) << 16)
     else:
@@ -94,7 +95,7 @@ def last(orders, AXIS: tl.constexpr):
 
 @triton.jit
 def later_of_each(a, b):
-    """The later half of ``a`` on the left, that of ``b`` on the right."""
+    """Return the larger half of ``a`` on the left, that of ``b`` on the right."""
     if INTERPRETED:
         return (tl.maximum(low(a), high(a)) & 0xFFFF) | (tl.maximum(low(b), high(b)) << 16)
     else:
@@ -110,7 +111,7 @@ def later_of_each(a, b):
 
 @triton.jit
 def last_of_tile(even, odd):
-    """The latest half of all, on either side."""
+    """Return the largest half of all, on either side."""
     both = later(even, odd)
     halves = last(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
     return tl.maximum(low(halves), high(halves))
@@ -118,13 +119,14 @@ def last_of_tile(even, odd):
 
 @triton.jit
 def amax_bits_at(half):
-    """``tile_ops.amax_bits`` of half an ``order``; 0 where no element is finite."""
+    """Return ``tile_ops.amax_bits`` of half an ``order``; 0 where no element is finite."""
+    # bfloat16 is the upper half of float32.
     return tl.maximum(half - 0x80, 0) << 16
 
 
 @triton.jit
 def scale_at(half, CAST: tl.constexpr):
-    """The scale of the amax that stands at half an ``order``."""
+    """Return the scale, float32, of the amax that stands at half an ``order``."""
     return scale_from_amax(amax_bits_at(half).to(tl.float32, bitcast=True), CAST)
 
 
@@ -137,7 +139,7 @@ def _two_codes(first, second, CAST: tl.constexpr):
 
 @triton.jit
 def codes_of_rows(pair, scale, CAST: tl.constexpr):
-    """``reference.cast`` of each ``finite_pair``, as a 16-bit word."""
+    """Return ``reference.cast`` of each ``finite_pair``, as a 16-bit word; ``scale`` is that of the row."""
     if INTERPRETED:
         return _two_codes(_left(pair) * scale, _right(pair) * scale, CAST).to(tl.uint16)
     else:
@@ -160,7 +162,7 @@ def codes_of_rows(pair, scale, CAST: tl.constexpr):
 
 @triton.jit
 def codes_of_columns(even, odd, left_scale, right_scale, CAST: tl.constexpr):
-    """``reference.cast`` of two rows of ``finite_pair``, as 32-bit words: left codes, right codes."""
+    """Return ``reference.cast`` of two rows of ``finite_pair``, as 32-bit words: left columns, right columns."""
     if INTERPRETED:
         low = _two_codes(_left(even) * left_scale, _left(odd) * left_scale, CAST)
         return low | (_two_codes(_right(even) * right_scale, _right(odd) * right_scale, CAST) << 16)
@@ -184,7 +186,7 @@ def codes_of_columns(even, odd, left_scale, right_scale, CAST: tl.constexpr):
 
 @triton.jit
 def rows_of_columns(words):
-    """``codes_of_rows`` of the even and of the odd row, of ``codes_of_columns`` with the same scale for all."""
+    """Return the words of ``codes_of_rows`` for the even and the odd row, from ``codes_of_columns`` with one scale."""
     if INTERPRETED:
         even = (words & 0xFF) | ((words >> 8) & 0xFF00)
         odd = ((words >> 8) & 0xFF) | ((words >> 16) & 0xFF00)
@@ -202,9 +204,9 @@ def rows_of_columns(words):
 
 @triton.jit
 def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Even and odd rows of a tile of a matrix that begins at a whole word; KEEP is for the caches.
+    """Load even and odd rows of a tile of a matrix that begins at a whole word: int32, each (ROWS / 2, COLS / 2).
 
-    Unless WHOLE, rows from ``stop`` on are zeros.
+    Unless WHOLE, rows from ``stop`` on are zeros. KEEP is for the caches.
     """
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
@@ -217,7 +219,10 @@ def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: t
 def store_row_codes(
     row_ptr, even, odd, stop, at, BY_8: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Of both halves; a thread stores 8 codes at a time where BY_8, else 16. Unless WHOLE, no rows from ``stop`` on."""
+    """Store the 16-bit words of both halves in rows; unless WHOLE, none of rows from ``stop`` on.
+
+    A thread stores 8 bytes at a time where BY_8, else 16.
+    """
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
     if BY_8:
         # The same numbers, of which Triton sees no more than four side by side: the 8 elements of one load.
@@ -230,7 +235,8 @@ def store_row_codes(
 
 @triton.jit
 def store_column_words(col_ptr, words, at, TILE: tl.constexpr):
-    """``col_ptr`` points to 16-bit words."""
+    """Store the words of ``codes_of_columns`` in the columnwise operand, (N, M); ``col_ptr`` points to 16-bit words."""
+    # A 32-bit word is two neighbouring columns: (ROWS / 2, COLS / 2, 2) is (ROWS / 2, COLS).
     split = tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16))
     HALF: tl.constexpr = TILE.ROWS // 2
     COLS: tl.constexpr = TILE.COLS
@@ -245,7 +251,7 @@ def store_pairs_with_one(
     row_ptr, col_ptr, even, odd, scale, stop, source, at,
     CAST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile with one scale, rows to ``source`` unless their pointer is None, columns to ``at``."""
+    """Cast a tile with one scale, and store rows at ``source`` unless their pointer is None, and columns at ``at``."""
     words = codes_of_columns(finite_pair(even), finite_pair(odd), scale, scale, CAST)
     if row_ptr is not None:
         even_codes, odd_codes = rows_of_columns(words)
@@ -255,14 +261,14 @@ def store_pairs_with_one(
 
 @triton.jit
 def one_by_one(first, second):
-    """What two tensors have in turns, for lines of which they have every second one."""
+    """Interleave two tensors, which have every second one of some rows or columns each."""
     COUNT: tl.constexpr = 2 * first.shape[0]
     return tl.reshape(tl.join(first, second), (COUNT,))
 
 
 @triton.jit
 def store_inverses(scale_inv_ptr, first, second, count, WHOLE: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """The inverses of the scales of every second line; unless WHOLE, ``count`` of all."""
+    """Store the inverses of the scales of every second row or column; unless WHOLE, ``count`` of all."""
     scale_inv = one_by_one(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2))
     line = tl.arange(0, scale_inv.shape[0])
     store(scale_inv_ptr + line, scale_inv, line < count, WHOLE)

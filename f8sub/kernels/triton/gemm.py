@@ -1,4 +1,4 @@
-"""``a @ b.t()`` of codes with scales of blocks, in Triton: tiles of any size, K in parts for few rows.
+"""``a @ b.t()`` of float8 data with scales of blocks, in Triton: tiles of any size, K in parts for few rows.
 
 Each partial sum of 128 elements of K is scaled and added in float32, see ``reference.PROMOTION``.
 """
@@ -9,10 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def scales_at(scale, first, k, size, stride, SIDE: tl.constexpr, LINES: tl.constexpr):
-    """Scales of LINES lines from ``first`` on in block ``k`` of K: one a line, or one scale of squares.
+    """Load scales of LINES rows or columns from ``first`` on in block ``k`` of K: one each, or one scale of squares.
 
-    Scales of lines lie side by side for one block, scales of squares for one row of squares; what follows is
-    ``stride`` apart. 1 where scales are applied to the whole sum.
+    Scales of rows lie side by side for one block, scales of squares for one row of squares; what follows is ``stride``
+    apart. 1 where scales are applied to the whole sum.
     """
     if SIDE.edge == 0:
         return 1.0
@@ -25,7 +25,7 @@ def scales_at(scale, first, k, size, stride, SIDE: tl.constexpr, LINES: tl.const
 
 @triton.jit
 def scaled(partial, a_scale, b_scale, A: tl.constexpr, B: tl.constexpr):
-    """A partial sum times the scales of both operands."""
+    """Return a partial sum, (ROWS, COLS), times the scales of both operands."""
     if A.edge == 1 and B.edge == 1:
         return (partial * a_scale[:, None]) * b_scale[None, :]
     elif A.edge == 1:
@@ -41,10 +41,10 @@ def multiply(
     a, b, a_scale, b_scale, out_ptr, M, N, BLOCKS, a_stride, b_stride,
     A: tl.constexpr, B: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program, of all of K or of one of the parts of it; ``out_ptr`` then has a matrix a part.
+    """Multiply one tile per program, over all of K or one of its parts; ``out_ptr`` then has a matrix per part.
 
-    ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128): what lies beyond the matrix reads as 0.
-    A and B are ``gemm_launch.Reading``s.
+    ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128): what lies beyond the matrix reads as 0. A
+    and B are ``gemm_launch.Reading``s.
     """
     ROWS: tl.constexpr = CONFIG.rows
     COLS: tl.constexpr = CONFIG.cols
@@ -52,6 +52,7 @@ def multiply(
     PARTS: tl.constexpr = CONFIG.parts
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS
+    # Down GROUP tiles of one column, then the next column: programs that run together share blocks of ``b`` in L2.
     in_group = GROUP * tl.cdiv(N, COLS)
     first_row = tile // in_group * GROUP
     rows_in_group = tl.minimum(tl.cdiv(M, ROWS) - first_row, GROUP)
@@ -66,6 +67,7 @@ def multiply(
     a_factor = scales_at(a_scale, row, first, M, a_stride, A, ROWS)
     b_factor = scales_at(b_scale, col, first, N, b_stride, B, COLS)
     for k in range(begin, end):
+        # partial [ROWS, COLS] = a [ROWS, 128] @ b [COLS, 128].T
         partial = tl.dot(a.load([row, k * 128]), b.load([col, k * 128]).T)
         # The next block's scales are on their way while this one is multiplied.
         following = tl.minimum(k + 1, BLOCKS - 1)
@@ -80,7 +82,7 @@ def multiply(
 
 @triton.jit(do_not_specialize=["SIZE"])
 def add_parts(parts_ptr, out_ptr, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of PARTS matrices of SIZE elements, always in the same order."""
+    """Add PARTS matrices of SIZE elements, float32, always in the same order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):

@@ -1,4 +1,4 @@
-"""Which kernels multiply two operands with scales of blocks, or by groups, in which tiles, with which arguments."""
+"""Chooses the kernels that multiply operands with scales of blocks, or by groups, their tiles and their arguments."""
 
 import functools
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ REGISTERS = {"MULTIPLIERS": 240, "LOADER": 24}
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one scale serves: ``edge`` lines, 1 where scales are not of squares, by ``depth`` blocks of K."""
+    """Tells what one scale serves: ``edge`` rows, 1 where scales are not of squares, by ``depth`` blocks of K."""
 
     edge: int
     depth: int
@@ -33,13 +33,14 @@ class Reading:
 def multiplication(
     a: Operand, b: Operand, out_dtype: torch.dtype, config: Config, programs: int
 ) -> tuple[list[Launch], torch.Tensor]:
-    """How to multiply ``a @ b.t()``, (M, K) and (N, K), of formats that ``blockwise.why_not`` has no reason against.
+    """Return how to multiply ``a @ b.t()``, (M, K) and (N, K), of formats that ``blockwise.why_not`` lets pass.
 
-    ``programs`` is the number of the device's multiprocessors. Returns the launches, in order, and what they fill:
-    (M, N), ``out_dtype``.
+    ``programs`` is the number of the device's multiprocessors. Returns the launches, in order, and what they fill: (M,
+    N), ``out_dtype``.
     """
     rows, cols = a.data.shape[0], b.data.shape[0]
     out = a.data.new_empty((rows, cols), dtype=out_dtype)
+    # Partial sums stay float32, so that y [M, N] is rounded once.
     made = out if config.parts == 1 else out.new_empty((config.parts, rows, cols), dtype=torch.float32)
     arguments = {
         **_side("a", a, config.rows, config.persistent),
@@ -66,7 +67,7 @@ def multiplication(
 
 
 def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str, Any]:
-    """The arguments of one operand: its codes in blocks of (lines, 128), its scales, and how these are read."""
+    """Return the arguments of one operand: its data in blocks of (lines, 128), its scales, and how these are read."""
     codes = operand.data
     # Rows have to begin at multiples of 16 bytes.
     if missing := -codes.shape[1] % ALIGNMENT:
@@ -83,10 +84,10 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str
 
 
 def _scales(operand: Operand, lines: int, persistent: bool) -> tuple[Any, int, int, int]:
-    """Scales, their stride, and the lines and blocks of K that each serves.
+    """Return scales, their stride, and the rows and blocks of K that each serves.
 
-    Scales of squares are read as they are, scales of lines block by block of K; others are made one a line and block.
-    ``gemm_sm90.multiply_persistently`` loads scales of lines by descriptors.
+    Scales of squares are read as they are, scales of rows block by block of K; others become one per row and block.
+    ``gemm_sm90.multiply_persistently`` loads scales of rows by descriptors.
     """
     tile = operand.format.tile
     if tile.cols != ALL and tile.rows != ALL and tile.rows % BLOCK == 0 and (persistent or lines <= BLOCK):
@@ -107,7 +108,7 @@ def _scales(operand: Operand, lines: int, persistent: bool) -> tuple[Any, int, i
 
 @functools.cache
 def layout(swizzle: int, bits: int) -> Any:
-    """How the accelerator lays out a block in shared memory."""
+    """Return how the accelerator lays out a block in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
 
 
@@ -123,12 +124,12 @@ ZEROED = 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupedReading:
-    """What one scale serves.
+    """Tells what one scale of a grouped operand serves.
 
     Attributes:
-        edge: lines, 1 where scales are not of squares; 0 where scales are applied to the whole sum.
+        edge: rows, 1 where scales are not of squares; 0 where scales are applied to the whole sum.
         depth: blocks of K.
-        is_by_line: of scales that are applied to the whole sum, whether there is one a line; else one a group.
+        is_by_line: of scales that are applied to the whole sum, whether there is one per row; else one per group.
     """
 
     edge: int
@@ -145,10 +146,10 @@ def product_by_rows(
     config: GroupedConfig,
     programs: int,
 ) -> tuple[list[Launch], torch.Tensor]:
-    """How to multiply rows with the matrix of their group: (M, K) x (E, N, K) -> (M, N).
+    """Return how to multiply rows with the matrix of their group: y (M, N) = x (M, K) @ w (E, N, K).
 
     Args:
-        a: whose groups begin at rows ``rows.placed``. One scale a group is (E, 1).
+        a: whose groups begin at rows ``rows.placed``. One scale per group is (E, 1).
         b: (E, N, K), with scales (E, n, k).
         rows: of the result; those past the last group become zeros.
         out_dtype: of the result.
@@ -175,6 +176,7 @@ def product_by_rows(
         "ROWS": config.rows,
         "BLOCK": ZEROED,
     }
+    # (E * N, K): one descriptor for all experts; a tile's rows of ``b`` begin at group * N.
     flat = Operand(b.data.reshape(-1, depth), b.scale_inv, b.format)
     arguments = {
         **_grouped_side("a", a, config.rows, config.persistent, loads_scales=False),
@@ -200,10 +202,10 @@ def product_over_rows(
     config: GroupedConfig,
     programs: int,
 ) -> tuple[list[Launch], torch.Tensor]:
-    """How to sum over the rows of each group: (N, M) x (K, M) -> (E, N, K).
+    """Return how to sum over the rows of each group: dw (E, N, K) from dy.t() (N, M) and x.t() (K, M).
 
     Args:
-        a: scales of blocks are (N, m), one a line or one a group are (E, N) or (E, 1).
+        a: scales of blocks are (N, m), one per row or one per group are (E, N) or (E, 1).
         b: the same.
         groups: of M, each from a multiple of 128 on, zeros between. Those without rows give zeros; their scales are
             finite.
@@ -233,7 +235,7 @@ def product_over_rows(
 
 
 def clearing(out: torch.Tensor, ends: torch.Tensor, programs: int) -> Launch:
-    """How to write zeros into the rows of ``out``, (M, N), past the last group."""
+    """Return how to write zeros into the rows of ``out``, (M, N), past the last group."""
     sizes = {"M": out.shape[0], "N": out.shape[1], "GROUPS": len(ends), "BLOCK": ZEROED}
     arguments = {"ends_ptr": ends.contiguous(), "out_ptr": out, **sizes}
     return Launch(grouped_gemm.clear_past, programs, arguments, {"num_warps": 4})
@@ -258,7 +260,8 @@ def _grouped_multiplication(
     fast_accum: bool,
     over_rows: bool,
 ) -> Launch:
-    """The launch of whichever kernel makes the tiles, of which there may be so many."""
+    """Return the launch of whichever kernel multiplies the tiles, of which there may be so many."""
+    # Scales of blocks are applied to partial sums, which fast accumulation does not have.
     is_fast = fast_accum and arguments["A"].edge == arguments["B"].edge == 0
     arguments |= {"CONFIG": config, "OVER_ROWS": over_rows, "FAST": is_fast}
     if config.persistent:
@@ -271,10 +274,10 @@ def _grouped_multiplication(
 def _grouped_side(
     name: str, operand: Operand, lines: int, persistent: bool, groups: int = 0, loads_scales: bool = True
 ) -> dict[str, Any]:
-    """The arguments of one operand: codes in blocks of (lines, 128), scales, and how these are read.
+    """Return the arguments of one operand: data in blocks of (lines, 128), scales, and how these are read.
 
-    Of ``groups`` matrices below each other, where there are any, scales of squares begin anew in each.
-    The tensor memory accelerator loads scales of lines where they begin at multiples of four: ``loads_scales``.
+    Of ``groups`` matrices below each other, where there are any, scales of squares begin again in each. The tensor
+    memory accelerator loads scales of rows where they begin at multiples of four: ``loads_scales``.
     """
     codes = operand.data.contiguous()
     if codes.data_ptr() % ALIGNMENT:

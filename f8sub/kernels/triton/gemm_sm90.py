@@ -1,16 +1,13 @@
-"""``a @ b.t()`` of codes with scales of blocks for Hopper: one warp loads, two warpgroups multiply.
+"""``a @ b.t()`` of float8 data with scales of blocks for Hopper: one warp loads, two warpgroups multiply.
 
-Written in Gluon, where registers are counted: a warpgroup's 64x256 sums are made in four quarters of 64 columns. A
-quarter's partial sum of 128 elements of K takes 32 registers a thread on the tensor core, so that two of them fit
+Written in Gluon, where registers are counted: a warpgroup's 64x256 sums are computed in four quarters of 64 columns. A
+quarter's partial sum of 128 elements of K takes 32 registers of a thread on the tensor core, so that two of them fit
 beside the 128 of the float32 sums: one is multiplied while the other is scaled and added, and the tensor cores have
-work whatever the other warpgroup does. Both operands and scales of single lines come by the tensor memory accelerator,
+work whatever the other warpgroup does. Both operands and scales of single rows come by the tensor memory accelerator,
 STAGES blocks of K ahead.
 
-What ptxas 12.8 makes of it (``tests/kernels/compiled/gemms.py`` looks) hangs on three things. A sum is handed to a
-wait for products, or it would be made below the next product, whose registers then are others. A product is given the
-partial sum that was added last as an accumulator that it does not read, by a predicate of which the compiler knows
-nothing: it has to take those registers. And no product is in flight where the loop closes, or ptxas waits for every
-single instruction (C7514): a pass of the loop takes PASS blocks of K, so that it seldom does.
+``tests/kernels/compiled/gemms.py`` looks at what ptxas 12.8 makes of it, which hangs on three things: see ``multiply``,
+``add`` and ``sum_blocks``.
 """
 
 from f8sub.kernels.triton.triton_compat import (
@@ -28,7 +25,7 @@ from f8sub.kernels.triton.triton_compat import (
 
 @gluon.jit
 def place(tile, M, N, CONFIG: gl.constexpr):
-    """First row and column of the tile with that number: down a group of tiles, then to the next column."""
+    """Return first row and column of the tile with that number: down a group of tiles, then to the next column."""
     in_group = CONFIG.group * gl.cdiv(N, CONFIG.cols)
     first_row = tile // in_group * CONFIG.group
     rows_in_group = gl.minimum(gl.cdiv(M, CONFIG.rows) - first_row, CONFIG.group)
@@ -38,10 +35,10 @@ def place(tile, M, N, CONFIG: gl.constexpr):
 
 @gluon.jit
 def copy_row_scales(scale, buffer, loaded, block, first, lines, stride, ROWS: gl.constexpr):
-    """Copy the scales of ROWS lines, from any first one on, by the warp's own threads, each of which arrives.
+    """Copy the scales of ROWS rows, from any first one on, by the warp's own threads, each of which arrives.
 
     The tensor memory accelerator takes only multiples of 16 bytes as a place in a line: anything else is an illegal
-    instruction. What lies past the last line is never stored, so that its scale may be any.
+    instruction. What lies past the last row is never stored, so that its scale may be any.
     """
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
     line = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SPREAD)), lines - 1)
@@ -55,10 +52,10 @@ def load_blocks(
     given, beyond, a_lines, a_stride, last,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages in turn with blocks of K, each as soon as both warpgroups are through with it; the next turn.
+    """Fill the stages in turn with blocks of K, each as soon as both warpgroups have read it; return the next turn.
 
     From ``given`` on, where it is not None, what is loaded is the block ``beyond``, which is all zeros. Where
-    ``a_lines`` is not None, scales of a's lines are ``copy_row_scales``', of at most the block ``last``.
+    ``a_lines`` is not None, scales of a's rows are ``copy_row_scales``', of at most the block ``last``.
     """
     CODES: gl.constexpr = (CONFIG.rows + CONFIG.cols) * 128
     A_SCALES: gl.constexpr = CONFIG.rows * 4 if A.edge == 1 and a_lines is None else 0
@@ -72,6 +69,7 @@ def load_blocks(
         # A barrier that was never completed counts as the end of the phase before its first.
         mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
         loaded = full.index(stage)
+        # The barrier opens when so many bytes have arrived in this stage.
         mbarrier.expect(loaded, CODES + A_SCALES + B_SCALES)
         load_block(a, [a_line, k * 128], loaded, a_blocks.index(stage))
         load_block(b, [b_line, k * 128], loaded, b_blocks.index(stage))
@@ -94,7 +92,7 @@ def load_tiles(
     a, b, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, M, N, BLOCKS,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Load what every tile multiplies."""
+    """Load the blocks that every tile multiplies."""
     turn = 0
     for tile in range(
         gl.program_id(0), gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols), gl.num_programs(0)
@@ -108,7 +106,7 @@ def load_tiles(
 
 @gluon.jit
 def square_scale(scale, line, k, lines, BLOCKS, stride, SIDE: gl.constexpr):
-    """The scale of squares at a line and block; 0 beyond the matrix, and of single lines, which are loaded ahead.
+    """Load the scale of squares at a row and block; 0 beyond the matrix, and for single rows, which are loaded ahead.
 
     1 where scales are applied to the whole sum.
     """
@@ -126,7 +124,7 @@ def square_scale(scale, line, k, lines, BLOCKS, stride, SIDE: gl.constexpr):
 
 @gluon.jit
 def row_scales(a_scales, stage, scalar, FIRST: gl.constexpr, EDGE: gl.constexpr, SUMS: gl.constexpr):
-    """The scales of 64 rows."""
+    """Load the scales of 64 rows, (64, 1), from shared memory; ``scalar`` where one serves them all."""
     if EDGE == 1:
         return a_scales.index(stage).slice(FIRST, 64, 1).permute((1, 0)).load(SUMS)
     else:
@@ -135,7 +133,7 @@ def row_scales(a_scales, stage, scalar, FIRST: gl.constexpr, EDGE: gl.constexpr,
 
 @gluon.jit
 def col_scales(b_scales, stage, scalar, FIRST: gl.constexpr, EDGE: gl.constexpr, SUMS: gl.constexpr):
-    """The scales of 64 columns."""
+    """Load the scales of 64 columns, (1, 64), from shared memory; ``scalar`` where one serves them all."""
     if EDGE == 1:
         return b_scales.index(stage).slice(FIRST, 64, 1).load(SUMS)
     else:
@@ -144,7 +142,7 @@ def col_scales(b_scales, stage, scalar, FIRST: gl.constexpr, EDGE: gl.constexpr,
 
 @gluon.jit
 def multiply(a, b_block, unread, is_read, FIRST: gl.constexpr):
-    """Begin the product of 64 rows of ``a`` and of ``b``, in the registers of a sum that is not read."""
+    """Begin the product of 64 rows of ``a`` and 64 of ``b``, (64, 64), in the registers of a sum that is not read."""
     return warpgroup_mma(
         a, b_block.slice(FIRST, 64, 0).permute((1, 0)), unread, use_acc=is_read, is_async=True
     )
@@ -152,7 +150,7 @@ def multiply(a, b_block, unread, is_read, FIRST: gl.constexpr):
 
 @gluon.jit
 def scaled_sum(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexpr):
-    """A sum and a partial one times the scales of both operands."""
+    """Return a sum plus a partial one times the scales of both operands."""
     if A.edge == 1 and B.edge == 1:
         return total + (partial * a_scale) * b_scale
     elif A.edge == 0 and B.edge == 0:
@@ -163,13 +161,14 @@ def scaled_sum(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexp
 
 @gluon.jit
 def add(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexpr):
-    """``scaled_sum`` above whatever product comes next; one may be in flight meanwhile."""
+    """Return ``scaled_sum``, computed above whatever product comes next; one may be in flight meanwhile."""
+    # Handed to the wait, or ptxas would compute the sum below the next product, whose registers then are others.
     return warpgroup_mma_wait(1, deps=(scaled_sum(total, partial, a_scale, b_scale, A, B),))
 
 
 @gluon.jit
 def store(out_ptr, total, row, col, M, N):
-    """The sums of (64, 64) that lie within the matrix; eight neighbours a thread."""
+    """Store the sums of (64, 64) that lie within the matrix; eight neighbours per thread."""
     NEIGHBOURS: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -190,13 +189,15 @@ def sum_blocks(
     a_lines, b_lines, a_stride, b_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The sums over blocks of K of one warpgroup's 64 rows, in quarters of 64 columns, and the next turn.
+    """Sum over blocks of K for one warpgroup's 64 rows, in quarters of 64 columns; return these and the next turn.
 
     They are the tile's rows from its FIRST one. Each pass of the loop takes PASS blocks, which divides the stages.
     """
     STAGES: gl.constexpr = CONFIG.stages
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 64, 32])
     zeros = gl.zeros((64, 64), gl.float32, SUMS)
+    # A predicate of which the compiler knows nothing: the product gets the partial sum that was added last as an
+    # accumulator that it does not read, and so has to take those registers.
     never = end < 0
     sums_0, sums_1, sums_2, sums_3 = zeros, zeros, zeros, zeros
     for first in range(begin, end, PASS):
@@ -218,6 +219,7 @@ def sum_blocks(
             else:
                 product_0 = multiply(a, b, free, never, 0)
                 free = warpgroup_mma_wait(1, deps=(product_3,))
+                # The last quarter of the block before is done: nobody reads its stage any more.
                 mbarrier.arrive(empty.index(stage - 1), count=1)
                 sums_3 = add(sums_3, free, rows, cols, A, B)
                 product_1 = multiply(a, b, free, never, 64)
@@ -235,6 +237,8 @@ def sum_blocks(
             sums_2 = add(sums_2, free, rows, cols, A, B)
             cols = col_scales(b_scales, stage, right_scalar, 192, B.edge, SUMS)
         turn += PASS
+        # No product is in flight where the loop closes, or ptxas waits for every single instruction (C7514): a pass
+        # takes PASS blocks of K, so that this seldom happens.
         free = warpgroup_mma_wait(0, deps=(product_3,))
         mbarrier.arrive(empty.index(base + PASS - 1), count=1)
         sums_3 = scaled_sum(sums_3, free, rows, cols, A, B)
@@ -247,7 +251,7 @@ def multiply_tiles(
     b_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's 64 rows of every tile, from its FIRST one."""
+    """Multiply one warpgroup's 64 rows of every tile, from its FIRST one."""
     turn = 0
     for tile in range(
         gl.program_id(0), gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols), gl.num_programs(0)
@@ -268,9 +272,9 @@ def multiply_persistently(
     a, b, a_scale, b_scale, out_ptr, M, N, BLOCKS, a_stride, b_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, MULTIPLIERS: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
-    """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
+    """Multiply every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
-    ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128). Scales of lines are descriptors of blocks
+    ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128). Scales of rows are descriptors of blocks
     of (1, rows) and (1, cols), stored block by block of K; scales of squares are pointers to the first of rows of
     scales, ``stride`` apart; A and B are ``gemm_launch.Reading``s. MULTIPLIERS and LOADER are registers of a thread.
     Blocks beyond the last of K, up to a multiple of PASS, are zeros times zero.
@@ -293,6 +297,7 @@ def multiply_persistently(
         b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, COLS], b_scale.layout)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
+        # both warpgroups arrive before the loader may fill it again
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(

@@ -1,12 +1,12 @@
-"""Products by groups, in Triton: rows with the matrix of their group, and sums over the rows of each group.
+"""Grouped products, in Triton: rows with the matrix of their group, and sums over the rows of each group.
 
-Where groups lie is known to the GPU alone. So a first kernel writes a table of the tiles to be made, and a second one
-makes them: ``multiply_groups`` of any number of columns, or ``grouped_gemm_sm90.multiply_groups_persistently``.
+Where groups lie is known to the GPU alone. So a first kernel writes a table of the tiles, and a second one multiplies
+them: ``multiply_groups`` of any number of columns, or ``grouped_gemm_sm90.multiply_groups_persistently``.
 
 By rows, (M, K) x (E, N, K) -> (M, N), the table begins with the number of tiles along M, padded to ``FIELDS``; then
-comes a row a tile: the group, its first row in ``a``, its first row in the result, and the row there after the group's
-last one. By sums, (N, M) x (K, M) -> (E, N, K), it has a row a group, the longest first: the group, its first block of
-128 rows, and the number of blocks.
+comes a row per tile: the group, its first row in ``a``, its first row in the result, and the row there after the
+group's last one. By sums, (N, M) x (K, M) -> (E, N, K), it has a row per group, the longest first: the group, its first
+block of 128 rows, and the number of blocks.
 """
 
 import triton
@@ -17,7 +17,7 @@ from f8sub.kernels.triton.gemm import scaled, scales_at
 
 @triton.jit
 def clear_from(first, out_ptr, M, N, BLOCK: tl.constexpr):
-    """Zeros in the rows of a matrix from ``first`` on, by all programs."""
+    """Write zeros in the rows of a matrix from ``first`` on, by all programs."""
     zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
     for past in range(first + tl.program_id(0), M, tl.num_programs(0)):
         row = past + tl.zeros((BLOCK,), tl.int64)
@@ -31,7 +31,7 @@ def table_of_rows(
     first_ptr, ends_ptr, placed_ptr, table_ptr, out_ptr, M, N, GROUPS,
     ROWS: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The table of tiles of ROWS rows, AT_ONCE a program; also zeros in the rows of the result past the last group.
+    """Write the table of tiles of ROWS rows, AT_ONCE per program, and zeros in the result's rows past the last group.
 
     Groups are rows ``first`` to ``ends`` of the result, and begin at row ``placed`` of ``a``; MOST is a power of two,
     no fewer than GROUPS.
@@ -41,6 +41,7 @@ def table_of_rows(
     # Ends that lie outside of the matrix are the user's error, and no reason to write there.
     ends = tl.minimum(tl.load(ends_ptr + group, mask=is_group, other=0), M)
     first = tl.load(first_ptr + group, mask=is_group, other=0)
+    # until [MOST]: tiles of all groups up to each. A slot's group is the number of those that end before it.
     until = tl.cumsum((tl.maximum(ends - first, 0) + (ROWS - 1)) // ROWS, 0)
     count = tl.max(until, 0)
     slot = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -56,19 +57,20 @@ def table_of_rows(
     end = tl.minimum(tl.load(ends_ptr + own, mask=is_tile, other=0), M)
     tl.store(entry + 3, end, mask=is_tile)
     if tl.program_id(0) == 0:
+        # No more tiles than the table has rows for, whatever the ends are.
         tl.store(table_ptr, tl.minimum(count, tl.num_programs(0) * AT_ONCE))
     clear_from(tl.max(ends, 0), out_ptr, M, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["M", "N", "GROUPS"])
 def clear_past(ends_ptr, out_ptr, M, N, GROUPS, BLOCK: tl.constexpr):
-    """Zeros in the rows of a matrix past the last group."""
+    """Write zeros in the rows of a matrix past the last group."""
     clear_from(tl.load(ends_ptr + GROUPS - 1), out_ptr, M, N, BLOCK)
 
 
 @triton.jit(do_not_specialize=["GROUPS"])
 def table_of_groups(first_ptr, ends_ptr, table_ptr, GROUPS, MOST: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The table of groups that begin at multiples of 128 rows, AT_ONCE a program; MOST as in ``table_of_rows``."""
+    """Write the table of groups that begin at multiples of 128 rows, AT_ONCE per program; see ``table_of_rows``."""
     group = tl.arange(0, MOST)
     is_group = group < GROUPS
     counts = tl.load(ends_ptr + group, mask=is_group, other=0) - tl.load(
@@ -82,6 +84,7 @@ def table_of_groups(first_ptr, ends_ptr, table_ptr, GROUPS, MOST: tl.constexpr, 
     own_blocks = (tl.maximum(count, 0) + 127) // 128
     is_longer = blocks[None, :] > own_blocks[:, None]
     is_before = (blocks[None, :] == own_blocks[:, None]) & (group[None, :] < own[:, None])
+    # The longest groups first, so that no long one begins when the other programs are nearly done.
     rank = tl.sum(((is_longer | is_before) & is_group[None, :]).to(tl.int32), 1)
     entry = table_ptr + rank * 4
     tl.store(entry, own, mask=is_own)
@@ -91,7 +94,7 @@ def table_of_groups(first_ptr, ends_ptr, table_ptr, GROUPS, MOST: tl.constexpr, 
 
 @triton.jit
 def scale_of_sum(scale, group, first, inside, SIDE: tl.constexpr, LINES: tl.constexpr):
-    """Scales that are applied to a whole sum: one a line from ``first`` on, or one of the group."""
+    """Load scales that are applied to a whole sum: one per row or column from ``first`` on, or one of the group."""
     if SIDE.is_by_line:
         return tl.load(scale + first + tl.arange(0, LINES), mask=inside, other=0.0)
     else:
@@ -103,7 +106,7 @@ def multiply_groups(
     a, b, a_scale, b_scale, out_ptr, table_ptr, M, N, BLOCKS, A_LINES, B_LINES, a_stride, b_stride, b_group_stride,
     A: tl.constexpr, B: tl.constexpr, CONFIG: tl.constexpr, OVER_ROWS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program, of those that there may be.
+    """Multiply one tile per program, of those that there may be.
 
     By rows M is not read, N are the columns of each group's matrix and BLOCKS those of K; over rows the results of all
     groups are (M, N). ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128), of A_LINES and B_LINES
@@ -121,6 +124,7 @@ def multiply_groups(
         tile = tile % (down * across)
     else:
         down = tl.load(table_ptr)
+    # The host launches as many programs as there may be tiles; the GPU alone knows how many there are.
     if tile >= down * across:
         return
     in_group = GROUP * across
@@ -143,12 +147,14 @@ def multiply_groups(
         begin, end = 0, BLOCKS
         b_line = group * N + col
         a_first = a_line
+    # Scales of squares begin again in each group's matrix, those of rows go on.
     b_at, b_from = b_line, b_scale
     if B.edge > 1:
         b_at, b_from = col, b_scale + group * b_group_stride
     total = tl.zeros((ROWS, COLS), tl.float32)
     for k in range(begin, end):
         if FAST:
+            # total [ROWS, COLS] += a [ROWS, 128] @ b [COLS, 128].T
             total = tl.dot(a.load([a_line, k * 128]), b.load([b_line, k * 128]).T, total)
         else:
             partial = tl.dot(a.load([a_line, k * 128]), b.load([b_line, k * 128]).T)

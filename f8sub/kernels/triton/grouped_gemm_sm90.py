@@ -1,4 +1,4 @@
-"""Products by groups for Hopper, in Gluon: ``gemm_sm90``'s loader and multipliers, over tiles that a table tells."""
+"""Grouped products for Hopper, in Gluon: ``gemm_sm90``'s loader and multipliers, over the tiles of a table."""
 
 from f8sub.kernels.triton.gemm_sm90 import (
     load_blocks,
@@ -18,7 +18,7 @@ from f8sub.kernels.triton.triton_compat import (
 
 @gluon.jit
 def tiles_of(table_ptr, M, N, GROUPS, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr):
-    """How many tiles there are."""
+    """Return how many tiles there are."""
     across = gl.cdiv(N, CONFIG.cols)
     if OVER_ROWS:
         return GROUPS * gl.cdiv(M, CONFIG.rows) * across
@@ -28,7 +28,7 @@ def tiles_of(table_ptr, M, N, GROUPS, CONFIG: gl.constexpr, OVER_ROWS: gl.conste
 
 @gluon.jit
 def place_in_groups(tile, table_ptr, M, N, BLOCKS, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr):
-    """The tile with that number: group, first rows in ``a`` and ``b``, column, blocks of K, rows of the result."""
+    """Return a tile by its number: group, first rows in ``a`` and ``b``, column, blocks of K, rows of the result."""
     if OVER_ROWS:
         in_group = gl.cdiv(M, CONFIG.rows) * gl.cdiv(N, CONFIG.cols)
         entry = table_ptr + tile // in_group * 4
@@ -50,7 +50,7 @@ def load_groups(
     A_LINES, a_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, OVER_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Load what every tile multiplies, filled up to whole passes with zeros."""
+    """Load the blocks that every tile multiplies, filled up to whole passes with zeros."""
     turn = 0
     tiles = tiles_of(table_ptr, M, N, GROUPS, CONFIG, OVER_ROWS)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -73,7 +73,7 @@ def load_groups(
 
 @gluon.jit
 def halves(sums, COLS: gl.constexpr):
-    """The left and the right half of (64, COLS)."""
+    """Return the left and the right half of (64, COLS)."""
     return sums.reshape((64, 2, COLS // 2)).permute((0, 2, 1)).split()
 
 
@@ -81,7 +81,7 @@ def halves(sums, COLS: gl.constexpr):
 def sum_blocks_in_place(
     a_blocks, b_blocks, full, empty, turn, begin, end, CONFIG: gl.constexpr, FIRST: gl.constexpr
 ):
-    """``gemm_sm90.sum_blocks`` that leaves the sums to the tensor cores' accumulators: fast accumulation."""
+    """Sum as ``gemm_sm90.sum_blocks``, but in the tensor cores' accumulators: fast accumulation."""
     STAGES: gl.constexpr = CONFIG.stages
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, 256, 32])
     sums = gl.zeros((64, 256), gl.float32, SUMS)
@@ -89,6 +89,7 @@ def sum_blocks_in_place(
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
         a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage).permute((1, 0))
+        # sums [64, 256] += a [64, 128] @ b [256, 128].T
         sums = warpgroup_mma(a, b, sums, is_async=True)
         # The product before this one is made, and its stage free.
         sums = warpgroup_mma_wait(1, deps=(sums,))
@@ -104,7 +105,7 @@ def sum_blocks_in_place(
 
 @gluon.jit
 def rows_scaled(total, scale, group, first, row, end, SIDE: gl.constexpr, SUMS: gl.constexpr):
-    """A sum times the scales of its 64 rows, or of its group, where those are applied to the whole sum."""
+    """Return a sum times the scales of its 64 rows, or of its group, where those are applied to the whole sum."""
     if SIDE.edge != 0:
         return total
     elif SIDE.is_by_line:
@@ -116,7 +117,7 @@ def rows_scaled(total, scale, group, first, row, end, SIDE: gl.constexpr, SUMS: 
 
 @gluon.jit
 def cols_scaled(total, scale, group, col, N, SIDE: gl.constexpr, SUMS: gl.constexpr):
-    """The same for 64 columns."""
+    """Return a sum times the scales of its 64 columns, or of its group, where those are applied to the whole sum."""
     if SIDE.edge != 0:
         return total
     elif SIDE.is_by_line:
@@ -131,7 +132,7 @@ def store_quarter(
     out_ptr, total, a_scale, b_scale, group, a_first, row, end, col, N,
     A: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
-    """Store 64 columns of a warpgroup's rows, by the scales that are applied to the whole sum."""
+    """Store 64 columns of a warpgroup's rows, times the scales that are applied to the whole sum."""
     SUMS: gl.constexpr = total.type.layout
     total = rows_scaled(total, a_scale, group, a_first, row, end, A, SUMS)
     store(out_ptr, cols_scaled(total, b_scale, group, col, N, B, SUMS), row, col, end, N)
@@ -144,7 +145,7 @@ def multiply_groups(
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, OVER_ROWS: gl.constexpr,
     FAST: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup's 64 rows of every tile, from its FIRST one."""
+    """Multiply one warpgroup's 64 rows of every tile, from its FIRST one."""
     turn = 0
     tiles = tiles_of(table_ptr, M, N, GROUPS, CONFIG, OVER_ROWS)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -177,12 +178,12 @@ def multiply_groups_persistently(
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr, FAST: gl.constexpr,
     MULTIPLIERS: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
-    """Every tile of the product, (128, 256), by as many programs as there are multiprocessors.
+    """Multiply every tile of the product, (128, 256), by as many programs as there are multiprocessors.
 
     ``table_ptr`` is the table of ``grouped_gemm``, and arguments are those of its ``multiply_groups``, but of the
-    persistent kind: scales of lines for each block of K are descriptors, see ``gemm_sm90.multiply_persistently``;
-    those of ``a`` by rows, where groups begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and
-    what lies past them is zeros.
+    persistent kind: scales of rows for each block of K are descriptors, see ``gemm_sm90.multiply_persistently``; those
+    of ``a`` by rows, where groups begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and what lies
+    past them is zeros.
     """
     ROWS: gl.constexpr = CONFIG.rows
     COLS: gl.constexpr = CONFIG.cols

@@ -1,12 +1,11 @@
-"""A kernel over a matrix as data, and its launch.
+"""Launches kernels as data, and keeps what a launch of one kind was compiled to and how its arguments follow.
 
 Triton binds, types and hashes every argument at every launch, which is most of what a launch costs the host
 (scripts/bench/launches.py). So what it compiled for arguments of some kind is kept here and launched by itself.
 
-Launches over tensors of one kind, kept from the second call on: a call then makes room for results, and launches.
-
 Which kernels run over a matrix follows from its shape, dtype and formats. Working that out keeps the host longer than
-the launches do (scripts/bench/launches.py).
+the launches do, so launches over tensors of one kind are kept from the second call on: a call then makes room for
+results, and launches.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +25,7 @@ _constants: dict[Any, list[bool]] = {}
 
 
 class Launch(NamedTuple):
-    """One kernel over one matrix.
+    """One launch of a kernel.
 
     What is launched is data, so that the same launches can be run, interpreted, and compiled where there is no GPU.
 
@@ -55,7 +54,7 @@ class Launch(NamedTuple):
 
     @property
     def compiled(self) -> CompiledKernel | None:
-        """What ``run`` launches, once it did; None where the interpreter runs the kernel."""
+        """The compiled kernel that ``run`` launches, once it did; None where the interpreter runs the kernel."""
         return _compiled.get(self._key([self.arguments[name] for name in self.kernel.arg_names]))
 
     def _key(self, values: list[Any]) -> Any:
@@ -103,7 +102,7 @@ def _kind(value: Any) -> Any:
 
 
 class Made(NamedTuple):
-    """What is launched, and the tensors that are made for it.
+    """Launches, and the tensors that they fill.
 
     Attributes:
         launches: in order.
@@ -126,7 +125,7 @@ class _Argument(NamedTuple):
 
 
 class _Prepared:
-    """Compiled kernels, and which of a call's tensors is which of their arguments."""
+    """Holds compiled kernels, and which of a call's tensors is which of their arguments."""
 
     def __init__(self, made: Made, runners: list[tuple[Any, list[Any], list[_Argument]]]) -> None:
         self.device = made.results[0].device
@@ -137,7 +136,7 @@ class _Prepared:
 
     @classmethod
     def of(cls, made: Made, given: Sequence[torch.Tensor | None]) -> "_Prepared | None":
-        """None where a launch reads what ``make`` worked out of ``given``, such as a copy."""
+        """Prepare launches for calls like this one; None where one reads a tensor that ``make`` derived, as a copy."""
         tensors = [*given, *made.results, *made.scratch]
         runners = []
         for launch in made.launches:
@@ -152,6 +151,7 @@ class _Prepared:
                         return None
                     kept = None if descriptor is None else _of_another(descriptor, None)
                     arguments.append(_Argument(place, *found[:2], kept))
+                    # No tensor of this call is kept: each call hands in its own.
                     values[place] = None
             if launch.compiled is None:
                 raise RuntimeError(f"{launch.kernel} was not compiled")
@@ -168,6 +168,7 @@ class _Prepared:
         tensors = [*given, *results, *scratch]
         stream = driver.active.get_current_stream(self.index)
         for runner, values, arguments in self.runners:
+            # Several threads may run it at once, such as autograd's.
             handed = values.copy()
             for place, number, offset, descriptor in arguments:
                 tensor: Any = tensors[number]
@@ -190,7 +191,7 @@ _once: set[int] = set()
 def run(
     kind: Hashable, given: Sequence[torch.Tensor | None], make: Callable[[], Made]
 ) -> Sequence[torch.Tensor]:
-    """The results of ``make``'s launches, on the current device, which is to be that of the tensors.
+    """Run ``make``'s launches on the current device, which is to be that of the tensors, and return their results.
 
     Args:
         kind: all that the launches follow from, besides the dtypes, shapes, strides and alignment of ``given``.
@@ -199,6 +200,7 @@ def run(
             scratch memory, and parts of flat ones.
     """
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
+    # The last part says which of the tensors are the same one: then one argument stands for both.
     key = kind, *map(_kind_of_tensor, given, addresses), *map(addresses.index, addresses)
     found = _known.get(key, key)  # None is an entry, too
     if isinstance(found, _Prepared):
@@ -227,7 +229,7 @@ def _kind_of_tensor(tensor: torch.Tensor | None, address: int | None) -> Hashabl
 
 
 def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
-    """A descriptor of a tensor that lies as its own does, which its class would check at each launch."""
+    """Return a descriptor of a tensor that lies as its own does, without its class's checks at each launch."""
     made = object.__new__(type(descriptor))
     made.__dict__.update(descriptor.__dict__)
     made.base = tensor
@@ -237,7 +239,7 @@ def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
 def _found(
     value: torch.Tensor, tensors: Sequence[torch.Tensor | None]
 ) -> tuple[int, int, torch.dtype] | None:
-    """Which tensor an argument lies in: its number, at which element it begins, and its dtype. None of others."""
+    """Find the tensor that an argument lies in: its number, the argument's first element, and its dtype; or None."""
     address = value.data_ptr()
     there = [(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
     for number, tensor in there:

@@ -27,12 +27,13 @@ def amaxes_of_many(
     matrices_ptr, matrix_of_program_ptr, amax_ptr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Atomic maxima of the elements of each tile of each matrix.
+    """Take atomic maxima of the elements of each tile of each matrix.
 
-    A program reads SPAN elements of a line, or a (PART, PART) part of a block, BLOCK elements at a time.
+    A program reads SPAN elements of a row, or a (PART, PART) part of a block, BLOCK elements at a time.
     """
     matrix = matrices_ptr + tl.load(matrix_of_program_ptr + tl.program_id(0)) * FIELDS
     dtype = tl.load(matrix + DTYPE)
+    # A master weight may have any of the three in one launch: each program branches on its matrix's.
     if dtype == 0:
         _largest_of_program(matrix, amax_ptr, tl.float32, BLOCK, SPAN, PART, ALIGNED)
     elif dtype == 1:
@@ -55,6 +56,7 @@ def _largest_of_program(
     if ALIGNED:
         x_ptr = tl.multiple_of(x_ptr, 16)
         cols, stride = tl.multiple_of(cols, 16), tl.multiple_of(stride, 16)
+    # One amax per row, or one for all: then ENTRY_STRIDE is 0, and all rows meet in one entry.
     if tile_rows == 0:
         parts = tl.cdiv(cols, SPAN)
         row, start = index // parts, (index % parts) * SPAN
@@ -75,6 +77,7 @@ def _largest_of_program(
         found = _largest_of_part(
             x_ptr, row - rows_before, col - cols_before, rows, cols, stride, BLOCK // PART, PART
         )
+    # The bits of NaN come after those of infinity: the minimum makes infinity of both, as MAX over ranks needs it.
     tl.atomic_max(amax_ptr + entry, tl.minimum(found, EXPONENT_BITS), sem="relaxed")
 
 
@@ -106,7 +109,7 @@ def scales_of_many(
     amax_ptr, prior_ptr, scale_ptr, scale_inv_ptr, SIZE,
     CAST: tl.constexpr, THROUGH: tl.constexpr, HEADROOM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scales and their inverses for amaxes that are rounded to THROUGH; NaN for infinity.
+    """Compute scales and their inverses for amaxes that are rounded to THROUGH; NaN for infinity.
 
     Where ``prior_ptr`` is not None and there is a prior scale, the scale is that one, lowered to what the amax needs.
     """

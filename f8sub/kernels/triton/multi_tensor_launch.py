@@ -44,12 +44,12 @@ class Matrix(NamedTuple):
 
     @property
     def is_of_lines(self) -> bool:
-        """Whether its rows have an amax each, or one for all of them."""
+        """True if each of its rows has an amax, or there is one for all of them."""
         return self.tile.cols == ALL and self.tile.rows in (1, ALL)
 
 
 def takes(matrix: Matrix, device: torch.device) -> bool:
-    """Whether the kernel takes a matrix for a table on ``device``."""
+    """Return whether the kernel takes a matrix for a table on ``device``."""
     data, tile = matrix.data, matrix.tile
     edges = tile.rows, tile.cols
     blocks = ALL not in edges and all(edge % EDGE == 0 for edge in edges)
@@ -63,15 +63,15 @@ def takes(matrix: Matrix, device: torch.device) -> bool:
 
 
 def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype) -> bool:
-    """Whether the kernel makes scales for a format, of amaxes that are rounded to ``through``."""
+    """Return whether the kernel computes scales for a format, of amaxes that are rounded to ``through``."""
     return format.is_plain and through in HIGH_PRECISION and amax.is_contiguous() and support.takes(amax)
 
 
 def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> "list[Launch]":
-    """The launches that find the amaxes of matrices whenever they are run, while the matrices stay where they are.
+    """Return the launches that find the amaxes of matrices whenever they are run, while the matrices stay in place.
 
     The amax of each tile is the maximum of what is in the table and ``scales.shard_amax``: infinity where the tile
-    holds NaN or infinity. Matrices whose lines do not begin at multiples of 16 bytes have a launch of their own.
+    holds NaN or infinity. Matrices whose rows do not begin at multiples of 16 bytes have a launch of their own.
 
     Args:
         matrices: those that the kernel ``takes``.
@@ -90,7 +90,7 @@ def scales(
     format: Float8Format,
     through: torch.dtype,
 ) -> "Launch":
-    """The launch that writes the scales of amaxes that ``takes_amaxes`` takes: ``scales.scales_or_nan``.
+    """Return the launch that writes the scales of amaxes that ``takes_amaxes`` takes: ``scales.scales_or_nan``.
 
     ``prior`` are scales that cover the amaxes, None for those of the amaxes themselves; ``scale`` and ``scale_inv`` are
     written. All are float32, contiguous and of one size.
@@ -137,12 +137,13 @@ def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Laun
 
 
 def _fields(matrix: Matrix) -> tuple[list[int], int]:
-    """What the kernel is told of a matrix except its first program, and how many programs read it."""
+    """Return the numbers that the kernel reads of a matrix, without its first program; and its count of programs."""
     data, tile, offset, entry, entry_stride = matrix
     (rows, cols), stride = data.shape, data.stride(0)
     where = [data.data_ptr(), _DTYPES[data.dtype]]
     if matrix.is_of_lines:
         if tile.is_whole and data.is_contiguous():
+            # One amax for all: a contiguous matrix is one long row, in which no program has a short end but the last.
             rows, cols = 1, data.numel()
         entry_stride = 0 if tile.is_whole else entry_stride
         return [*where, rows, cols, stride, 0, 0, 0, 0, entry, entry_stride], rows * -(-cols // SPAN)
@@ -154,7 +155,7 @@ def _fields(matrix: Matrix) -> tuple[list[int], int]:
 
 
 def _is_aligned(matrix: Matrix) -> bool:
-    """Whether all that a program reads begins at a multiple of 16 bytes, and is as many whole ones."""
+    """Return whether all that a program reads begins at a multiple of 16 bytes, and is as many whole ones."""
     fields, _ = _fields(matrix)
     address, _, rows, cols, stride, _, _, _, cols_before, *_ = fields
     in_lines = cols % 16 == 0 and cols_before % 16 == 0 and (rows == 1 or stride % 16 == 0)

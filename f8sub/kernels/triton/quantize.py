@@ -1,7 +1,7 @@
-"""The kernels that quantize a matrix.
+"""Kernels that quantize a matrix x (M, N) to the rowwise operand (M, N), the columnwise operand (N, M), or both.
 
-With scales of a matrix, of rows or of columns the amaxes come first, then the codes of both usages. With scales of
-blocks one kernel makes amax, scale and codes. An amax is kept as the bits of a float32 that is not negative: those
+With scales of a matrix, of rows or of columns the amaxes come first, then the data of both usages. With scales of
+blocks one kernel computes amax, scale and data. An amax is kept as the bits of a float32 that is not negative: those
 order as integers do, for which there is an atomic maximum; the bits of NaN come last, after those of infinity.
 """
 
@@ -35,9 +35,11 @@ from f8sub.kernels.triton.tile_ops import (
 
 @triton.jit
 def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Atomic maximum of the finite elements; skipped where ``prior_ptr`` points to a scale that is not 0."""
+    """Take the atomic maximum of the finite elements; skipped where ``prior_ptr`` points to a scale that is not 0."""
     needed = prior_ptr is None
     if prior_ptr is not None:
+        # On the device: the host does not know whether a delayed scale was computed yet,
+        # and does not wait to learn it.
         needed = tl.load(prior_ptr) == 0.0
     if needed:
         start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -52,12 +54,12 @@ def cast_with_one(
     x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
     CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes with one scale, for each usage whose pointer is not None, and the scale's inverse.
+    """Cast with one scale, for each usage whose pointer is not None, and store the scale's inverse.
 
-    The scale is made of the amax, or is the prior scale where ``prior_ptr`` is not None; if ``amax_ptr`` is None, the
-    prior scale is known not to be 0. With a prior scale ``largest`` becomes the largest magnitude of all elements.
-    Programs take the last tile first: what an amax was made of last is still in L2.
+    The scale is computed from the amax, or is the prior scale where ``prior_ptr`` is not None; if ``amax_ptr`` is None,
+    the prior scale is known not to be 0. With a prior scale ``largest`` becomes the largest magnitude of all elements.
     """
+    # The last tile first: what an amax was taken from last is still in L2.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     even, odd = load_halves(x_ptr, at, TILE, "evict_first")
@@ -70,6 +72,7 @@ def cast_with_one(
         bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd))
         tl.atomic_max(largest_ptr, tl.max(bits), sem="relaxed")
     even, odd = finite_or_nan(even), finite_or_nan(odd)
+    # Elements may exceed what a prior scale maps to the format's range.
     SATURATE: tl.constexpr = prior_ptr is not None
     store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST, TILE, SATURATE)
     # A prior scale need not keep to the format's rule.
@@ -82,7 +85,10 @@ def cast_with_one(
 
 @triton.jit
 def amax_of_bands(x_ptr, amax_ptr, SIZE, STRIDE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Atomic maximum of the finite elements of each band of rows: SIZE elements, STRIDE after those of the last one."""
+    """Take the atomic maximum of the finite elements of each band of rows, (bands,), int32.
+
+    A band has SIZE elements and begins STRIDE after the one before.
+    """
     parts = tl.cdiv(SIZE, BLOCK)
     band, start = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK
     offsets = tl.arange(0, BLOCK)
@@ -97,8 +103,9 @@ def cast_bands(
     x_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, SIZE, STRIDE,
     CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Rowwise codes with one scale a band, of its amax. Programs take the last part first, see ``cast_with_one``."""
+    """Cast to rowwise data with one scale per band, of its amax."""
     parts = tl.cdiv(SIZE, BLOCK)
+    # The last part first, as in ``cast_with_one``.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     band, start = index // parts, index % parts * BLOCK
     offsets = tl.arange(0, BLOCK)
@@ -112,7 +119,7 @@ def cast_bands(
 
 @triton.jit
 def stage_amax(amax_ptr, staged_ptr, met_ptr):
-    """``cuda.stage``."""
+    """Take one amax into a staged one: ``cuda.stage``."""
     amax, staged, met = tl.load(amax_ptr), tl.load(staged_ptr), tl.load(met_ptr)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
     tl.store(staged_ptr, tl.where(is_finite, tl.maximum(staged, amax), staged))
@@ -124,9 +131,9 @@ def amax_of_lines(
     x_ptr, row_amax_ptr, col_amax_ptr, M, N,
     STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Atomic maxima of the finite elements of each row and of each column, unless their pointer is None.
+    """Take atomic maxima of the finite elements of each row and of each column, unless their pointer is None.
 
-    A program goes down STEPS tiles of the same columns, whose amaxes it reduces once.
+    They are (M,) and (N,), int32. A program goes down STEPS tiles of the same columns, whose amaxes it reduces once.
     """
     first = place(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
     HALF: tl.constexpr = TILE.ROWS // 2
@@ -153,7 +160,7 @@ def cast_with_lines(
     x_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N,
     CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
+    """Cast each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
@@ -162,6 +169,7 @@ def cast_with_lines(
         even_scale = scale_from_amax(tl.load(row_amax_ptr + i, mask=i < M, other=0.0), CAST)
         odd_scale = scale_from_amax(tl.load(row_amax_ptr + i + 1, mask=i + 1 < M, other=0.0), CAST)
         store_rows(row_ptr, even, odd, even_scale[:, None], odd_scale[:, None], at, CAST, TILE, False)
+        # Programs of one row have the same scale: the first one stores it.
         first = at.col == 0
         tl.store(row_scale_inv_ptr + i, inverse(even_scale, CAST.POWER_OF_2), mask=first & (i < M))
         tl.store(row_scale_inv_ptr + i + 1, inverse(odd_scale, CAST.POWER_OF_2), mask=first & (i + 1 < M))
@@ -175,7 +183,7 @@ def cast_with_lines(
 def quantize_rows(
     x_ptr, row_ptr, row_scale_inv_ptr, N, CAST: tl.constexpr, PART: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """The rowwise usage alone, one scale a row: a row a program, read for its amax, kept in L2, read again."""
+    """Quantize rowwise alone, one scale per row: a row per program, read for its amax, kept in L2, read again."""
     start, j = tl.program_id(0).to(tl.int64) * N, tl.arange(0, PART)
     x_row, made_row = x_ptr + start, row_ptr + start
     parts = tl.cdiv(N, PART)
@@ -186,6 +194,7 @@ def quantize_rows(
         largest = tl.maximum(largest, tl.abs(finite_or_nan(x.to(tl.float32))))
     scale = scale_from_amax(tl.max(largest), CAST)
     tl.store(row_scale_inv_ptr + tl.program_id(0), inverse(scale, CAST.POWER_OF_2))
+    # The last part first: it was read last, and is in the nearest cache.
     for done in range(parts):
         at = (parts - 1 - done) * PART + j
         x = load(x_row + at, inside=at < N, WHOLE=WHOLE, KEEP="evict_first")
@@ -195,7 +204,7 @@ def quantize_rows(
 
 @triton.jit
 def quantize_whole_rows(x_ptr, row_ptr, row_scale_inv_ptr, M, N, CAST: tl.constexpr, TILE: tl.constexpr):
-    """``quantize_rows`` of rows of at most COLS elements: a program holds ROWS of them, and reads each once."""
+    """Quantize as ``quantize_rows`` for rows of at most COLS elements: a program holds ROWS of them, each read once."""
     row = tl.program_id(0) * TILE.ROWS
     i, j = row + tl.arange(0, TILE.ROWS), tl.arange(0, TILE.COLS)
     # The same numbers, of which Triton sees no more than eight side by side: the bf16 elements of one load.
@@ -213,7 +222,7 @@ def quantize_whole_rows(x_ptr, row_ptr, row_scale_inv_ptr, M, N, CAST: tl.conste
 def quantize_vectors(
     x_ptr, row_ptr, row_scale_inv_ptr, M, N, CAST: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Tiles of 1 x COLS, the rowwise usage alone.
+    """Quantize tiles of 1 x COLS, the rowwise usage alone.
 
     A program takes every so many-th tile, and reads STAGES - 1 of them ahead.
     """
@@ -229,10 +238,10 @@ def quantize_crossing_vectors(
     x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of EDGE x 1 for the columnwise usage, and of 1 x EDGE for the rowwise one unless its pointer is None.
+    """Quantize tiles of EDGE x 1 columnwise, and of 1 x EDGE rowwise unless that pointer is None.
 
-    A program takes an (EDGE, EDGE) square, ROWS rows at a time: once for the codes of the rows and the amaxes of the
-    columns, and once more, from L1, for the codes of the columns. All rows at once take twice the registers.
+    A program takes an (EDGE, EDGE) square, ROWS rows at a time: once for the rows' data and the amaxes of the columns,
+    and once more, from L1, for the columns' data. All rows at once take twice the registers.
     """
     square = place(tl.program_id(0), M, N, EDGE, EDGE)
     HALF: tl.constexpr = TILE.ROWS // 2
@@ -271,11 +280,11 @@ def quantize_squares(
     x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N, STRIDE,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Squares of EDGE x EDGE, one cast for both usages; a usage is left out where its pointer is None.
+    """Quantize squares of EDGE x EDGE, one cast for both usages; a usage is left out where its pointer is None.
 
-    Of matrices STRIDE elements apart where that is not None; what is made of them follows each other. One program a
-    square. A square that is larger than (ROWS, COLS), which are equal, does not fit into registers: it
-    is read in parts for its amax, kept in L2, and read in parts again to be cast, the last part first.
+    Of matrices STRIDE elements apart where that is not None; their results follow each other. One program per square. A
+    square that is larger than (ROWS, COLS), which are equal, does not fit into registers: it is read in parts for its
+    amax, kept in L2, and read in parts again to be cast, the last part first.
     """
     if STRIDE is None:
         square = place(tl.program_id(0), M, N, EDGE, EDGE)
@@ -313,7 +322,7 @@ def cast_part(
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr, THROUGH: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a part of a matrix, with scales that are known; the part begins at (first_row, first_col).
+    """Cast a part of a matrix, with scales that are known; the part begins at (first_row, first_col).
 
     Elements are rounded to THROUGH first. Scales serve TILE_ROWS x TILE_COLS elements, None for all rows, all columns.
     The columns of one program lie under one scale.
@@ -337,10 +346,11 @@ def cast_parts(
     ELEMENT: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, CAST: tl.constexpr,
     THROUGH: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``cast_part`` of many parts, in parts_ptr, whose codes go to one memory at out_ptr.
+    """Cast as ``cast_part`` many parts, listed in parts_ptr, whose data go to one memory at out_ptr.
 
-    Rows and their codes begin at multiples of 16 elements if ALIGNED.
+    Rows and their data begin at multiples of 16 elements if ALIGNED.
     """
+    # Parts differ in size, so a table says which part each program is of.
     number = tl.load(part_of_program_ptr + tl.program_id(0))
     part = parts_ptr + number * FIELDS
     index = tl.program_id(0) - tl.load(part + FIRST_PROGRAM).to(tl.int32)
@@ -376,6 +386,7 @@ def _cast_tile(
         scale = tl.load(scales)
     else:
         lines = ((first_row + i) // TILE_ROWS).to(tl.int64)
+        # (ROWS, 1): scales of this column of tiles, by the rows' place in the whole matrix
         scale = tl.load(scales + lines * SCALE_STRIDE, mask=i < M)[:, None]
     made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, True), CAST.CODES)
     out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]

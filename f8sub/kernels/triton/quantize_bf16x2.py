@@ -1,4 +1,4 @@
-"""Kernels for bfloat16 matrices of whole tiles, which they read as ``bf16x2``.
+"""Kernels that quantize bfloat16 matrices of whole tiles, which they read as ``bf16x2``.
 
 Each kernel is bitwise the one of ``quantize`` that it names, and reads its matrix once, except for half of a 256x256
 square.
@@ -60,9 +60,9 @@ def quantize_paired_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``quantize.quantize_crossing_vectors``; with a table of strips ``quantize_grouped.quantize_group_vectors``.
+    """Quantize as ``quantize.quantize_crossing_vectors``; with a table of strips as ``quantize_group_vectors``.
 
-    It takes all ``launch.PAIRED_REGISTERS``. In another order, such as scales stored after codes, ptxas 13 (of Triton
+    It takes all ``launch.PAIRED_REGISTERS``. In another order, such as scales stored after data, ptxas 13 (of Triton
     3.9) spills some of them.
     """
     at = place(tl.program_id(0), M, N, EDGE, EDGE)
@@ -75,6 +75,8 @@ def quantize_paired_vectors(
     source = At(line, at.col, M, N)
     even, odd = load_pairs(x_ptr, stop, source, WHOLE, TILE, "evict_first")
     even_order, odd_order = order(even), order(odd)
+    # Left: amaxes of even rows, right: of odd ones, (ROWS / 2,). Of columns left and
+    # right are neighbours, (COLS / 2,).
     of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
     of_columns = last(later(even_order, odd_order), 0)
     even, odd = finite_pair(even), finite_pair(odd)
@@ -97,12 +99,9 @@ def quantize_paired_squares(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``quantize.quantize_squares`` of the columnwise usage, and of the rowwise one unless its pointer is None.
+    """Quantize as ``quantize.quantize_squares`` for columns, and for rows unless their pointer is None.
 
-    Or ``quantize_grouped.quantize_group_squares`` if there is a table of strips.
-
-    The last COLS columns of a square stay in registers, those before them are read once more to be cast: if a program
-    held a large square whole, an SM would have one program, and nothing to do while that one loads.
+    With a table of strips it is ``quantize_grouped.quantize_group_squares``.
     """
     square = place(tl.program_id(0), M, N, EDGE, EDGE)
     WHOLE: tl.constexpr = strips_ptr is None
@@ -112,6 +111,8 @@ def quantize_paired_squares(
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
         even, odd = load_pairs(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_last")
         half = tl.maximum(half, last_of_tile(order(even), order(odd)))
+    # The last COLS columns stay in registers, those before them are read once more to be cast: if a program held a
+    # large square whole, an SM would have one program, and nothing to do while that one loads.
     end = moved(square, 0, EDGE - TILE.COLS)
     even, odd = load_pairs(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), WHOLE, TILE, "evict_first")
     half = tl.maximum(half, last_of_tile(order(even), order(odd)))
@@ -137,7 +138,7 @@ def cast_pairs_with_prior(
     x_ptr, amax_ptr, prior_ptr, largest_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
     CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``quantize.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
+    """Cast as ``quantize.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     scale = tl.load(prior_ptr)

@@ -1,6 +1,6 @@
-"""The kernels that cast groups of rows, which follow each other in x, for both usages; and where the groups lie.
+"""Kernels that quantize groups of rows, which follow each other in x, for both usages; and the layout of the groups.
 
-[Note] Strips. In the columnwise codes, and in codes of squares, each group begins at a multiple of EDGE. Programs walk
+[Note] Strips. In the columnwise data, and in data of squares, each group begins at a multiple of EDGE. Programs walk
 over rows that are laid out so. A table, int32, (3, STRIPS), tells of each EDGE rows of them, a strip, which row of x
 the first one is, where its group ends in x, and which group that is: the number of groups where it is none, as it is
 after the last group's. A row that no row of x belongs to counts as zeros. ``line`` is a row of x, ``at.row`` a row as
@@ -48,9 +48,9 @@ def _store_turns(turns_ptr, place, mask, strip, is_cast, line, stop, group, firs
 
 @triton.jit
 def load_turn(turns_ptr, place):
-    """Of a turn: its strip, whether that is cast, the strip's row of x, where its group ends there, and which it is.
+    """Load a turn: its strip, whether that is cast, the strip's row of x, where its group ends there, and which it is.
 
-    And the first strip of that group, and how many it has.
+    Then the first strip of that group, and how many it has.
     """
     record = turns_ptr + RECORD * place
     turn, line, stop = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -70,9 +70,9 @@ def lay_out(
     ends_ptr, strips_ptr, turns_ptr, zeros_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS, TURNS, ZEROS, AHEAD,
     EDGE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The table of strips; unless pointers are None turns, ZEROS zeros, and where groups are laid out.
+    """Write the table of strips; unless pointers are None turns, ZEROS zeros, and where groups are laid out.
 
-    BLOCK strips a program. GROUPS is at least COUNT. The group of a strip is the number of groups that end before it.
+    BLOCK strips per program. GROUPS is at least COUNT. The group of a strip is the number of groups that end before it.
     """
     if zeros_ptr is not None:
         offsets = tl.arange(0, AT_ONCE)
@@ -81,10 +81,12 @@ def lay_out(
             tl.store(zeros_ptr + begin + offsets, tl.zeros((AT_ONCE,), tl.int32), mask=inside)
     group = tl.arange(0, GROUPS)
     is_group = group < COUNT
+    # Ends beyond x are the user's error, and no reason to read or write there.
     ends = tl.minimum(tl.load(ends_ptr + group, mask=is_group, other=0), ROWS)
     first = tl.minimum(tl.load(ends_ptr + group - 1, mask=is_group & (group > 0), other=0), ROWS)
     count = tl.maximum(ends - first, 0)
     room = tl.cdiv(count, EDGE)
+    # after [GROUPS]: strips of all groups up to each, empty groups have none.
     after = tl.cumsum(room, 0)
     if first_ptr is not None:
         writes = is_group & (tl.program_id(0) == 0)
@@ -116,9 +118,9 @@ def lay_out(
 
 @triton.jit
 def lines_of(strips_ptr, STRIPS, row, STEP: tl.constexpr, ROWS: tl.constexpr, EDGE: tl.constexpr):
-    """Of each STEP-th of ROWS rows from ``row`` on the row of x that it is, and where its group ends in x.
+    """Return the row of x for each STEP-th of ROWS laid out rows from ``row`` on, and where its group ends in x.
 
-    It is a row of x where that is less. All of one strip have one end.
+    It is a row of x where it is less than that end. All of one strip have one end.
     """
     i = STEP * tl.arange(0, ROWS // STEP)
     if EDGE % ROWS == 0:
@@ -132,19 +134,19 @@ def lines_of(strips_ptr, STRIPS, row, STEP: tl.constexpr, ROWS: tl.constexpr, ED
 
 @triton.jit
 def group_of(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
-    """The group of rows as laid out."""
+    """Return the group of rows as laid out."""
     return tl.load(strips_ptr + 2 * STRIPS + row // EDGE)
 
 
 @triton.jit
 def is_past(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
-    """Whether a row as laid out is after the last group, as all after it are then."""
+    """Return whether a row as laid out is after the last group, as all after it are then."""
     return tl.load(strips_ptr + STRIPS + row // EDGE) == 0
 
 
 @triton.jit
 def load_lines(x_ptr, line, is_line, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Columns of rows of x, float32, NaN for infinity; zeros where ``is_line`` is not."""
+    """Load columns of rows of x, float32, (rows, COLS), NaN for infinity; zeros where ``is_line`` is not."""
     j = tl.arange(0, TILE.COLS)
     pointers = x_ptr + line.to(tl.int64)[:, None] * N + col + j[None, :]
     inside = is_line[:, None] if TILE.WHOLE else is_line[:, None] & (col + j < N)[None, :]
@@ -153,14 +155,14 @@ def load_lines(x_ptr, line, is_line, col, N, TILE: tl.constexpr, KEEP: tl.conste
 
 @triton.jit
 def load_halves(x_ptr, line, stop, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Even and odd rows of a tile; ``line`` are the even ones."""
+    """Load even and odd rows of a tile, float32, each (ROWS / 2, COLS); ``line`` are the even ones."""
     even = load_lines(x_ptr, line, line < stop, col, N, TILE, KEEP)
     return even, load_lines(x_ptr, line + 1, line + 1 < stop, col, N, TILE, KEEP)
 
 
 @triton.jit
 def store_lines(row_ptr, x, scale, line, is_line, col, N, CAST: tl.constexpr, TILE: tl.constexpr):
-    """Cast columns of rows of x and store them in the rowwise codes, whose rows are those of x."""
+    """Cast columns of rows of x and store them in the rowwise data, whose rows are those of x."""
     j = tl.arange(0, TILE.COLS)
     pointers = row_ptr + line.to(tl.int64)[:, None] * N + col + j[None, :]
     inside = is_line[:, None] if TILE.WHOLE else is_line[:, None] & (col + j < N)[None, :]
@@ -169,7 +171,7 @@ def store_lines(row_ptr, x, scale, line, is_line, col, N, CAST: tl.constexpr, TI
 
 @triton.jit
 def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.constexpr, TILE: tl.constexpr):
-    """Atomic maximum of the finite elements of each group: one of a program whose rows are of one group."""
+    """Take the atomic maximum of the finite elements of each group, (COUNT,), int32."""
     at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     ROWS: tl.constexpr = TILE.ROWS
     line, stop = lines_of(strips_ptr, STRIPS, at.row, 1, ROWS, EDGE)
@@ -181,6 +183,7 @@ def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.co
         is_one = True
     else:
         is_one = first == group_of(strips_ptr, STRIPS, at.row + ROWS - 1, EDGE)
+    # One atomic for most programs; a tile of several groups has one for each strip.
     if is_one:
         tl.atomic_max(amax_ptr + first, tl.max(of_lines), mask=first < COUNT, sem="relaxed")
     else:
@@ -195,12 +198,13 @@ def cast_groups_with_one(
     x_ptr, strips_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
     COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes with one scale a group, of its amax, for each usage whose pointer is not None.
+    """Cast with one scale per group, of its amax, for each usage whose pointer is not None.
 
-    Programs take the last tile first: what an amax was made of last is still in L2.
+    Programs take the last tile first: what an amax was taken from last is still in L2.
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    # By all programs: an empty group has no tile of its own, and its scale is stored all the same.
     for one in range(index, COUNT, tl.num_programs(0)):
         scale_inv = inverse(scale_from_amax(tl.load(amax_ptr + one), CAST), CAST.POWER_OF_2)
         if row_ptr is not None:
@@ -228,7 +232,7 @@ def amax_of_group_lines(
     x_ptr, strips_ptr, row_amax_ptr, col_amax_ptr, COUNT, STRIPS, M, N,
     STEPS: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Atomic maxima of each row of x, unless its pointer is None, and of each column of each group.
+    """Take atomic maxima of each row of x, unless its pointer is None, and of each column of each group, (COUNT, N).
 
     A program goes down STEPS tiles of the same columns, ROWS of which are a strip or less. It reduces the columns'
     amaxes where a group ends, and once more at its end.
@@ -263,10 +267,7 @@ def cast_group_lines(
     x_ptr, strips_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr,
     COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Columnwise codes with scales of the amaxes of a group's columns, and rowwise ones, unless their pointer is None.
-
-    Columns of a tile that is of one group have a scale each, else one in each of its rows.
-    """
+    """Cast columnwise with scales of a group's columns, and rowwise with those of rows, unless that pointer is None."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     ROWS: tl.constexpr = TILE.ROWS
@@ -301,6 +302,7 @@ def cast_group_lines(
         amax = tl.load(of_columns, mask=(j < N) & (group < COUNT), other=0.0)
         store_columns(col_ptr, even, odd, scale_from_amax(amax, CAST)[None, :], at, CAST, TILE, False)
     else:
+        # A tile of several groups: a column has another scale in each of them, so one is loaded for each element.
         groups = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, ROWS // 2), EDGE)
         of_elements = col_amax_ptr + groups[:, None] * N + j[None, :]
         amaxes = tl.load(of_elements, mask=(j < N)[None, :] & (groups < COUNT)[:, None], other=0.0)
@@ -312,7 +314,7 @@ def quantize_group_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of EDGE x 1 for the columnwise usage, and of 1 x EDGE for the rowwise one unless its pointer is None.
+    """Quantize tiles of EDGE x 1 columnwise, and of 1 x EDGE rowwise unless that pointer is None.
 
     See ``quantize.quantize_crossing_vectors``. LINES are the rows of x; COLS is EDGE.
     """
@@ -350,7 +352,7 @@ def quantize_group_squares(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Squares of EDGE x EDGE for each usage whose pointer is not None, laid out; see ``quantize.quantize_squares``.
+    """Quantize squares of EDGE x EDGE, laid out, for each usage whose pointer is not None; see ``quantize_squares``.
 
     A square is read in parts of (ROWS, COLS) for its amax. The last part stays in registers; those before it are read
     once more to be cast.
@@ -387,9 +389,9 @@ def quantize_group_exponents(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of 1 x EDGE and of EDGE x 1 with exponents as scales, for each usage whose pointer is not None.
+    """Quantize tiles of 1 x EDGE and EDGE x 1 with exponents as scales, for each usage whose pointer is not None.
 
-    EDGE divides ROWS and COLS. Exponents are bytes, those of one row of codes side by side.
+    EDGE divides ROWS and COLS. Exponents are bytes, those of one row of data side by side.
     """
     at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)

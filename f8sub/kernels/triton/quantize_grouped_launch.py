@@ -1,4 +1,4 @@
-"""Which kernels run over groups of rows and over all experts' weights, with which arguments, and what they fill."""
+"""Chooses the kernels that run over groups of rows and over all experts' weights, their arguments and results."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,17 +70,17 @@ def quantization(
     rows: int,
     laid_out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Made:
-    """How to quantize rows in groups that follow each other, for both usages.
+    """Return how to quantize rows in groups that follow each other, for both usages.
 
     Args:
         x: (M, K), not empty, contiguous; float32, bfloat16 or float16; K a multiple of 16.
         ends: int32, of at least one group: the row after the last one of each.
-        row: what is filled with rowwise codes and scales; None to leave it out. One scale a row or a vector alone is
-            for the kernels of a whole matrix.
+        row: filled with rowwise data and scales; None to leave it out. One scale per row or a vector alone is for the
+            kernels of a whole matrix.
         col: the same of columnwise ones, (K, rows), of the same format; one usage at least.
         edge: rows of a strip, a multiple of 16; groups are laid out from multiples of it on.
         rows: that groups laid out so take at most.
-        laid_out: filled with the first row and the end of each group in the codes; None where codes have x's rows.
+        laid_out: filled with the first row and the end of each group in the data; None where data have x's rows.
     """
     format = next(made.format for made in (row, col) if made is not None)
     tile = format.tile
@@ -90,6 +90,7 @@ def quantization(
     turns = rows // edge if is_of_groups and x.nbytes >= LEAST_BYTES and is_paired(x, EDGE, rows) else 0
     zeros = _zeros(x, len(ends), tile, row is not None, turns > 0)
     counts = [3 * strips, 2 * RECORD.value * turns, *zeros]
+    # One allocation for all int32 scratch; ``lay_out`` writes its zeros, so that nothing else is launched for them.
     table = torch.empty(sum(counts), dtype=torch.int32, device=x.device)
     of_strips, of_turns, done, of_rows, of_groups = table.split(counts)
     filled = {
@@ -131,7 +132,7 @@ def quantization(
 
 
 def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_turn: bool) -> list[int]:
-    """How many numbers are zero before a cast: those that count what is done, amaxes of rows, and of groups.
+    """Return how many numbers are zero before a cast: those that count what is done, amaxes of rows, and of groups.
 
     Each kind begins at a multiple of 16 bytes.
     """
@@ -145,7 +146,7 @@ def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_turn: boo
 
 
 def _in_turn(filled: dict[str, Any], is_whole: bool) -> Launch:
-    """Amaxes and casts in one launch."""
+    """Return the launch for amaxes and casts in one."""
     kernel = (
         quantize_one_pass.quantize_groups_in_turn if is_whole else quantize_one_pass.quantize_lines_in_turn
     )
@@ -220,11 +221,11 @@ TURN_BYTES = 6 * 2**20
 
 
 def weight_quantization(w: torch.Tensor, made: Operand) -> Made:
-    """How to make the codes and scales of all experts, whose tiles begin anew in every one.
+    """Return how to quantize the weights of all experts, whose tiles begin again in every one.
 
     Args:
         w: (E, N, K), not empty; each expert's matrix is contiguous.
-        made: what is filled, (E, N, K) and (E, n, k), contiguous: one scale an expert, or squares of whole 128s.
+        made: filled, (E, N, K) and (E, n, k), contiguous: one scale per expert, or squares of whole 128s.
     """
     format = made.format
     if format.tile.is_whole:
@@ -246,7 +247,7 @@ def weight_quantization(w: torch.Tensor, made: Operand) -> Made:
 
 
 def weight_quantization_in_bands(x: torch.Tensor, format: Float8Format) -> Made:
-    """How to make rowwise codes, (M, K), of a matrix of which one scale serves so many whole rows, and no others."""
+    """Return how to quantize rowwise a matrix, (M, K), of which one scale serves so many whole rows, and no others."""
     bands = x.unflatten(0, (-1, format.tile.rows))
     data = bands.new_empty(bands.shape, dtype=format.dtype)
     scale_inv = bands.new_empty((len(bands), 1, 1), dtype=torch.float32)
@@ -255,12 +256,12 @@ def weight_quantization_in_bands(x: torch.Tensor, format: Float8Format) -> Made:
 
 
 def weight_derivation(rowwise: Operand, derived: Operand) -> Made:
-    """How to make the columnwise codes and scales of all experts from their rowwise ones.
+    """Return how to derive the columnwise data and scales of all experts from their rowwise ones.
 
     Args:
-        rowwise: (E, N, K), contiguous, N and K even; one scale an expert, squares, or one scale a row.
-        derived: what is filled, (E, K, N), contiguous; its tiles are those of ``rowwise`` transposed, or both have one
-            scale a row.
+        rowwise: (E, N, K), contiguous, N and K even; one scale per expert, squares, or one scale per row.
+        derived: filled, (E, K, N), contiguous; its tiles are those of ``rowwise`` transposed, or both have one scale
+            per row.
     """
     launches, scratch = deriving(rowwise, derived)
     return Made(launches, derived[:2], scratch)
@@ -269,6 +270,7 @@ def weight_derivation(rowwise: Operand, derived: Operand) -> Made:
 def _one_scale_of_weights(w: torch.Tensor, made: Operand) -> Made:
     count, rows, cols = w.shape
     size = rows * cols
+    # Small enough for L2 to keep a matrix until it is cast, and in all too large for L2 to keep everything.
     if LEAST_BYTES <= w.nbytes <= TURN_BYTES * count:
         return _one_scale_of_weights_in_turn(w, made)
     bits = torch.zeros(count, dtype=torch.int32, device=w.device)

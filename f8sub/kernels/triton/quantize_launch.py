@@ -1,4 +1,4 @@
-"""Which kernels run over a matrix, or over parts of weights for the wire, with which arguments, and what they fill.
+"""Chooses the kernels that run over a matrix, or over parts of weights for the wire, their arguments and results.
 
 Parts are cast with scales that are known: one by a launch, or many.
 """
@@ -106,14 +106,14 @@ def quantization(
     prior: PriorScale | None = None,
     amax: torch.Tensor | None = None,
 ) -> Plan:
-    """How to quantize a matrix: ``reference.quantize``.
+    """Return how to quantize a matrix: ``reference.quantize``.
 
     Args:
         x: (M, N), not empty, contiguous; float32, bfloat16 or float16.
         rowwise: format that ``support.why_no_kernel`` has no reason against; None to leave the usage out.
         columnwise: the same. One that differs from ``rowwise`` is quantized by itself.
         prior: see ``reference.quantize``; then formats that are both given are equal.
-        amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale a matrix.
+        amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale per matrix.
     """
     # ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row for both usages.
     in_one_launch = prior is not None or (rowwise == columnwise and x.shape[0] > 1)
@@ -138,16 +138,17 @@ def quantization(
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
-    """How to take an amax into staged ones: ``cuda.stage``."""
+    """Return how to take an amax into staged ones: ``cuda.stage``."""
     arguments = {"amax_ptr": amax, "staged_ptr": staged, "met_ptr": met}
     return Launch(quantize.stage_amax, 1, arguments, {"num_warps": 1})
 
 
 def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
-    """How to make the columnwise usage of rowwise codes, not empty and contiguous: ``reference.derive_columnwise``.
+    """Return how to derive the columnwise operand from rowwise data: ``reference.derive_columnwise``.
 
-    The tiles of ``columnwise`` are those of ``rowwise`` transposed, for codes that ``transposition`` takes; or both
-    have one scale a row, or one a vector. Of the former, scales are contiguous.
+    The data are not empty and contiguous. The tiles of ``columnwise`` are those of ``rowwise`` transposed, for data
+    that ``transposition`` takes; or both have one scale per row, or one per vector. Of the former, scales are
+    contiguous.
     """
     col = _empty(rowwise.data, columnwise, *rowwise.data.shape[::-1])
     launches, scratch = deriving(rowwise, col)
@@ -155,9 +156,10 @@ def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
 
 
 def deriving(rowwise: Operand, col: Operand) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
-    """The launches that fill ``col``, and scratch memory; of one matrix or of all experts'."""
+    """Return the launches that fill ``col``, and scratch memory; of one matrix or of all experts'."""
     codes, scale_inv, format, _ = rowwise
     if format.tile.is_transpose_of(col.format.tile):
+        # Square tiles: the same bytes and scales, transposed, so nothing is rounded again.
         return [transposition(codes, col.data, scale_inv, col.scale_inv, col.format.tile.cols)], ()
     arguments = {
         "codes_ptr": codes.view(torch.uint8),
@@ -188,7 +190,7 @@ def transposition(
     out_scale_inv: torch.Tensor | None = None,
     edge: int = ALL,
 ) -> Launch:
-    """How to transpose float8 codes, and the scales of their squares of ``edge`` or of the whole matrix, if given.
+    """Return how to transpose float8 data, and the scales of their squares of ``edge`` or of the whole matrix.
 
     ``codes`` are (M, N), contiguous, both even and not 0; ``out`` is (N, M) of the same dtype; scales are contiguous.
     """
@@ -203,18 +205,18 @@ def transposition(
 
 
 def transposed(codes: torch.Tensor) -> Made:
-    """``transposition`` to memory of its own."""
+    """Return how to transpose float8 data into memory of its own."""
     out = codes.new_empty(codes.shape[::-1])
     return Made([transposition(codes, out)], [out], ())
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division. ``triton.cdiv`` has a wrapper that keeps the host longer than an allocation does."""
+    """Return ceiling division. ``triton.cdiv`` has a wrapper that keeps the host longer than an allocation does."""
     return -(-a // b)
 
 
 def cast_to(format: Float8Format) -> Cast:
-    """What kernels are told of a format."""
+    """Return the constants of a format for kernels."""
     return _CASTS[format.dtype, format.scale_rule.is_power_of_2]
 
 
@@ -226,7 +228,7 @@ def over(
     options: dict[str, int],
     tile: tuple[int, int] | None = None,
 ) -> Launch:
-    """A kernel that covers (M, N), or each of (E, M, N), by one program an area, which it reads in tiles."""
+    """Return a launch that covers (M, N), or each of (E, M, N), by one program per area, which it reads in tiles."""
     rows, cols = x.shape[-2:]
     sizes = {**arguments, "M": rows, "N": cols}
     found = covering(kernel, sizes, area if tile is None else tile, options, area)
@@ -240,7 +242,7 @@ def covering(
     options: dict[str, int],
     area: tuple[int, int] | None = None,
 ) -> Launch:
-    """``over`` of the (M, N) that the arguments tell."""
+    """Return the launch of ``over`` for the (M, N) of the arguments."""
     rows, cols = arguments["M"], arguments["N"]
     down, along = area or tile
     shape = shape_of(*tile, rows % down == 0 and cols % along == 0)
@@ -248,7 +250,7 @@ def covering(
 
 
 def is_paired(x: torch.Tensor, edge: int, rows: int | None = None) -> bool:
-    """Whether kernels of pairs read a matrix in squares, of ``rows`` if its groups are laid out."""
+    """Return whether kernels of pairs read a matrix in squares, of ``rows`` if its groups are laid out."""
     is_whole = (x.shape[0] if rows is None else rows) % edge == 0 and x.shape[1] % edge == 0
     in_words = x.dtype == torch.bfloat16 and x.data_ptr() % 4 == 0
     return is_whole and in_words and support.compares_pairs(x.device)
@@ -260,7 +262,7 @@ def _empty(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> O
 
 
 def operands(row: Operand | None, col: Operand | None) -> dict[str, Any]:
-    """The arguments of what is filled."""
+    """Return the arguments for what is filled."""
     found: dict[str, Any] = dict.fromkeys(("row_ptr", "row_scale_inv_ptr", "col_ptr", "col_scale_inv_ptr"))
     if row is not None:
         found.update(row_ptr=row.data.view(torch.uint8), row_scale_inv_ptr=_read(row.scale_inv))
@@ -278,11 +280,12 @@ def _read(scale_inv: torch.Tensor) -> torch.Tensor:
 def _one_scale(
     x: torch.Tensor, filled: dict[str, Any], prior: PriorScale | None, amax: torch.Tensor | None
 ) -> tuple[list[Launch], torch.Tensor | None, tuple[torch.Tensor, ...]]:
-    """The launches, what becomes the largest magnitude where there is a prior scale, and scratch memory."""
+    """Return the launches, what becomes the largest magnitude where there is a prior scale, and scratch memory."""
     bits = largest = None
     if prior is None and amax is None:
         bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     elif prior is not None and (prior.covers or not prior.is_known):
+        # One allocation, and one launch to zero it, for both.
         largest, bits = torch.zeros(2, 1, 1, dtype=torch.int32, device=x.device).unbind()
     elif prior is not None:
         # A prior scale that is there and stays as it is needs no amax.
@@ -365,7 +368,7 @@ PART = 64, EDGE
 
 
 def part_cast(part: Part, out: torch.Tensor) -> Launch:
-    """How to cast a part that ``support.takes_part`` takes into ``out``, (M, N), adjacent in a row."""
+    """Return how to cast a part that ``support.takes_part`` takes into ``out``, (M, N), adjacent in a row."""
     arguments = {
         "x_ptr": part.x,
         "scale_ptr": part.scale,
@@ -380,16 +383,17 @@ def part_cast(part: Part, out: torch.Tensor) -> Launch:
 
 
 class Parts:
-    """Casts of many parts into one memory, worked out once, to be run whenever their values changed.
+    """Casts many parts into one memory, worked out once, to be run whenever their values changed.
 
     It holds where the parts lie, and neither the parts nor a memory.
 
     Args:
         parts: those that ``support.takes_part`` takes.
-        offsets: the bytes from the memory's begin to the codes of each, multiples of ``ALIGNMENT``.
+        offsets: the bytes from the memory's begin to the data of each, multiples of ``ALIGNMENT``.
     """
 
     def __init__(self, parts: Sequence[Part], offsets: Sequence[int]) -> None:
+        # A launch is compiled for one of each: format, dtypes, alignment, and whether tiles are whole.
         groups = defaultdict(list)
         for part, offset in zip(parts, offsets, strict=True):
             key = part.format, part.through, part.x.dtype, _is_aligned(part), _is_whole(part)
@@ -403,24 +407,24 @@ class Parts:
                 each.run()
 
     def launches(self, memory: torch.Tensor) -> list[Launch]:
-        """What ``run`` launches."""
+        """Return the launches of ``run``."""
         return [each._replace(arguments={**each.arguments, "out_ptr": memory}) for each in self._launches]
 
 
 def _is_aligned(part: Part) -> bool:
-    """Whether every row and its codes begin at multiples of 16 elements."""
+    """Return whether every row and its codes begin at multiples of 16 elements."""
     sizes = part.x.shape[1], part.out_stride
     return part.x.data_ptr() % ALIGNMENT == 0 and all(size % ALIGNMENT == 0 for size in sizes)
 
 
 def _is_whole(part: Part) -> bool:
-    """Whether every program casts a whole tile."""
+    """Return whether every program casts a whole tile."""
     rows, cols = part.x.shape
     return rows % PART[0] == 0 and cols % PART[1] == 0
 
 
 def _of_many(placed: Sequence[tuple[Part, int]], aligned: bool, whole: bool) -> Launch:
-    """The launch for parts that one kernel takes, each with the offset of its codes, without their memory."""
+    """Return the launch for parts that one kernel takes, each with the offset of its data, without their memory."""
     rows: list[int] = []
     programs: list[int] = []
     for part, out_offset in placed:

@@ -3,9 +3,7 @@
 [Note] Turns. An element is read for its group's amax, and again to be cast. Where groups are small, what was read for
 amaxes a moment ago is still in L2 when it is cast. So one launch does both. Its programs have numbers in the order of
 turns: those that read a strip of rows for amaxes, and, so many strips later that they mostly are done with its group,
-those that cast one. ``done`` counts of each group the programs that found amaxes, and who casts waits for all of them.
-GPUs start programs in the order of their numbers, which CUB's scans rely on, too; and those that are waited for have
-smaller numbers and wait for nothing. For strips see ``quantize_grouped``; tokens are read as ``bf16x2``.
+those that cast one. For strips see ``quantize_grouped``; tokens are read as ``bf16x2``.
 """
 
 import triton
@@ -55,6 +53,8 @@ def _mark_done(done_ptr):
 
 @triton.jit
 def _wait(done_ptr, count):
+    # No deadlock: GPUs start programs in the order of their numbers, which CUB's scans rely on, too, and those that
+    # are waited for have smaller numbers and wait for nothing.
     while tl.atomic_add(done_ptr, 0, sem="acquire") < count:
         pass
 
@@ -90,7 +90,7 @@ def quantize_lines_in_turn(
     col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``quantize_grouped.amax_of_group_lines`` and ``cast_group_lines``, in turn."""
+    """Run ``quantize_grouped.amax_of_group_lines`` and ``cast_group_lines`` in one launch, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
@@ -142,7 +142,7 @@ def quantize_groups_in_turn(
     col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one``, in turn."""
+    """Run ``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one`` in one launch, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
@@ -178,12 +178,13 @@ def quantize_bands_in_turn(
     x_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, BANDS, AHEAD, SIZE, STRIDE,
     CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``quantize.amax_of_bands`` and ``cast_bands``, in turn: a band is cast after AHEAD more are read, AHEAD < BANDS.
+    """Run ``quantize.amax_of_bands`` and ``cast_bands`` in one launch: a band is cast AHEAD bands after it is read.
 
-    After the first ones, bands that are cast and bands that are read alternate.
+    After the first ones, bands that are cast and bands that are read alternate; AHEAD < BANDS.
     """
     parts = tl.cdiv(SIZE, BLOCK)
     turn, start = tl.program_id(0) // parts - (AHEAD + 1), tl.program_id(0) % parts * BLOCK
+    # Turns: AHEAD + 1 reads, then casts and reads in turn while there are bands to read, then the remaining casts.
     alternate = BANDS - (AHEAD + 1)
     is_cast = (turn >= 0) & ((turn >= 2 * alternate) | (turn % 2 == 0))
     band = AHEAD + 1 + turn

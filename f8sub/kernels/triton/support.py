@@ -1,4 +1,4 @@
-"""Which devices, formats and tensors the kernels take, and the parts of matrices that one launch casts.
+"""Decides which devices, formats and tensors the kernels take, and describes parts of matrices that one launch casts.
 
 No kernel is imported here: triton need not be installed.
 """
@@ -28,7 +28,7 @@ OLDEST_WITH_PAIRS = (9, 0)
 
 
 def why_no_kernel(format: Float8Format) -> str | None:
-    """Why no kernel casts to a format; None where one does."""
+    """Return why no kernel casts to a format; None where one does."""
     if not format.is_plain:
         return f"casts to float8 with float32 scales of one level, not to {format}"
     tile = format.tile
@@ -38,14 +38,14 @@ def why_no_kernel(format: Float8Format) -> str | None:
 
 
 def is_of_bands(format: Float8Format, rows: int) -> bool:
-    """Whether one scale serves so many whole rows of a matrix, which has no others: rowwise codes alone."""
+    """Return whether one scale serves so many whole rows of a matrix, which has no others: rowwise codes alone."""
     tile = format.tile
     return format.is_plain and tile.cols == ALL and tile.rows not in (1, ALL) and rows % tile.rows == 0
 
 
 @functools.cache
 def why_no_triton(device: torch.device) -> str | None:
-    """Why there are no kernels for a device; None where there are."""
+    """Return why there are no kernels for a device; None where there are."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"runs on NVIDIA's GPUs, not on {device}"
     if importlib.util.find_spec("triton") is None:
@@ -62,12 +62,12 @@ def why_no_triton(device: torch.device) -> str | None:
 
 @functools.cache
 def compares_pairs(device: torch.device) -> bool:
-    """Whether a GPU runs the kernels of pairs; True for other devices, where launches are only looked at."""
+    """Return whether a GPU runs the kernels of pairs; True for other devices, where launches are only looked at."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST_WITH_PAIRS
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether the kernels read a tensor: neither a fake one nor one without elements."""
+    """Return whether the kernels read a tensor: neither a fake one nor one without elements."""
     return (
         x.is_cuda
         and type(x) is torch.Tensor
@@ -85,15 +85,15 @@ def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 class Part(NamedTuple):
-    """A part of a matrix, and what ``cuda.cast_into`` is told of it.
+    """A part of a matrix, with the arguments of ``cuda.cast_into`` for it.
 
     Attributes:
         x: (rows, cols).
-        format: of the codes.
+        format: of the quantized data.
         through: the dtype that ``x`` is rounded to first.
         offset: the row and column of the matrix that the part begins at.
         scale: the scales of all tiles of the matrix.
-        out_stride: bytes from one row of codes to the next.
+        out_stride: bytes from one row of the result to the next.
     """
 
     x: torch.Tensor
@@ -105,7 +105,7 @@ class Part(NamedTuple):
 
 
 def takes_part(part: Part) -> bool:
-    """Whether a kernel casts a part together with others."""
+    """Return whether a kernel casts a part together with others."""
     x, scale, format = part.x, part.scale, part.format
     return (
         takes(x)

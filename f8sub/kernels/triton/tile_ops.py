@@ -1,8 +1,7 @@
-"""What the kernels share: the reference's rules for scales and codes, and how a tile moves.
+"""Rules for scales and casts that kernels share with the reference, and how a tile moves.
 
-A tile is read as two halves, its even and its odd rows. In the transposed matrix the codes of two neighbouring rows
-are neighbours, so they are cast and moved as one 16-bit word: Triton transposes 16-bit tiles with ldmatrix, and 8-bit
-tiles byte by byte. A kernel's signature names what a launch brings, then, from a new line, what it is compiled for.
+A tile is read as two halves, its even and its odd rows. A kernel's signature names what a launch brings, then, from a
+new line, what it is compiled for.
 """
 
 from dataclasses import dataclass
@@ -31,11 +30,11 @@ INTERPRETED = tl.constexpr(triton_compat.INTERPRETED)
 # Hashed at every launch, so by identity: there is one of each value.
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:
-    """What a kernel casts to, known when it is compiled.
+    """Describes what a kernel casts to, known when it is compiled.
 
     Attributes:
-        TOP: the largest code.
-        CODES: dtype of the codes.
+        TOP: the largest finite value of the format.
+        CODES: dtype of the quantized data.
         POWER_OF_2: whether scales are powers of two.
     """
 
@@ -54,7 +53,7 @@ class Shape:
 
 
 class At(NamedTuple):
-    """Where a tile begins in an (M, N) matrix; the four are scalars of a kernel."""
+    """The place where a tile begins in an (M, N) matrix; the four are scalars of a kernel."""
 
     row: Any
     col: Any
@@ -75,11 +74,13 @@ def _approximate_reciprocal(x):
 
 @triton.jit
 def _divided(dividend, divisor):
-    """The quotient of two float32 numbers, rounded to nearest as IEEE has it, without a branch.
+    """Return the quotient of two float32 numbers, rounded to nearest as IEEE has it, without a branch.
 
     These are the multiplications that ptxas 12.8 makes of div.rn.f32, without its branch to numbers out of range:
     neither a divisor, nor its reciprocal, nor a quotient may be subnormal or overflow.
     """
+    # A Newton step makes the reciprocal exact to the last bit, and the remainder of the
+    # quotient corrects its rounding.
     over_divisor, minus_divisor = _approximate_reciprocal(divisor), divisor * -1.0
     over_divisor = tl.fma(over_divisor, tl.fma(minus_divisor, over_divisor, 1.0), over_divisor)
     near = dividend * over_divisor
@@ -88,31 +89,32 @@ def _divided(dividend, divisor):
 
 @triton.jit
 def finite_or_nan(x):
-    """NaN for infinity, everything else unchanged, -0 too; float32."""
+    """Return NaN for infinity, and everything else unchanged, -0 too; float32."""
+    # inf * 0 is NaN; a finite x gets 0 added, of its own sign.
     return x + x * 0.0
 
 
 @triton.jit
 def magnitude_bits(x):
-    """Integers that order as the magnitudes of float32 elements do; NaN comes after infinity."""
+    """Return integers that order as the magnitudes of float32 elements do; NaN comes after infinity."""
     return x.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
 
 
 @triton.jit
 def larger_magnitude(even, odd):
-    """Elementwise; NaN where both are NaN."""
+    """Return the larger magnitude, elementwise; NaN where both are NaN."""
     return tl.maximum(tl.abs(even), tl.abs(odd))
 
 
 @triton.jit
 def amax_bits(x):
-    """Integers that order as amaxes do; 0 where an amax is NaN because no element is finite."""
+    """Return integers that order as amaxes do; 0 where an amax is NaN because no element is finite."""
     return tl.where(x > 0.0, x, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scale_from_amax(amax, CAST: tl.constexpr):
-    """``scales.scale_from_amax``, float32; 1 where ``amax`` is NaN because no element is finite.
+    """Return ``scales.scale_from_amax``, float32; 1 where ``amax`` is NaN because no element is finite.
 
     A float32 quotient that is rounded to nearest is the float64 quotient rounded to float32, because 53 bits are more
     than twice 24 and two. The exponent of the power of two below a quotient is the difference of the exponents, less
@@ -120,6 +122,8 @@ def scale_from_amax(amax, CAST: tl.constexpr):
     """
     if CAST.POWER_OF_2:
         TOP_BITS: tl.constexpr = E4M3_TOP_BITS if CAST.TOP == 448.0 else E5M2_TOP_BITS
+        # TOP's bits less the amax's: the quotient's exponent above that of 1, and a
+        # mantissa that the mask below drops.
         over_one = tl.minimum(-(amax.to(tl.int32, bitcast=True) - TOP_BITS), LARGEST_SCALE_OVER_ONE_BITS)
         scale = ((over_one + ONE_BITS) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     else:
@@ -131,7 +135,7 @@ def scale_from_amax(amax, CAST: tl.constexpr):
 
 @triton.jit
 def first_scale(amax, CAST: tl.constexpr, HEADROOM: tl.constexpr):
-    """``scales.scale_with_margin``; HEADROOM is two to the power of the margin."""
+    """Return ``scales.scale_with_margin`` of an amax, float32; HEADROOM is two to the power of the margin."""
     exact = tl.full((), CAST.TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
     scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
     if CAST.POWER_OF_2:
@@ -141,7 +145,7 @@ def first_scale(amax, CAST: tl.constexpr, HEADROOM: tl.constexpr):
 
 @triton.jit
 def scale_from_prior(prior, amax, CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr):
-    """``scales.scale_now``: ``amax`` counts where there is no prior scale, and where the scale COVERS it."""
+    """Return ``scales.scale_now``: ``amax`` counts where there is no prior scale, and where the scale COVERS it."""
     scale = prior
     if prior == 0.0:
         scale = first_scale(amax, CAST, HEADROOM)
@@ -152,17 +156,18 @@ def scale_from_prior(prior, amax, CAST: tl.constexpr, HEADROOM: tl.constexpr, CO
 
 @triton.jit
 def inverse(scale, POWER_OF_2: tl.constexpr):
-    """``1 / scale``, rounded to nearest, of scales from SMALLEST_SCALE to LARGEST_SCALE."""
+    """Return ``1 / scale``, rounded to nearest, of scales from SMALLEST_SCALE to LARGEST_SCALE."""
     if POWER_OF_2:
+        # A power of two has only an exponent, e + 127: its inverse's is 254 less that.
         return (-(scale.to(tl.int32, bitcast=True) - TWO_ONES_BITS)).to(tl.float32, bitcast=True)
     return _divided(1.0, scale)
 
 
 @triton.jit
 def scaled(x, scale, CAST: tl.constexpr, SATURATE: tl.constexpr):
-    """Elements as they are cast, float32; ``x`` is finite or NaN, or values of codes, which may be infinite.
+    """Return elements as they are cast, float32; ``x`` is finite or NaN, or dequantized values, which may be infinite.
 
-    SATURATE where ``scale`` was not made of the amax of these elements; else no product rounds to more than TOP.
+    SATURATE where ``scale`` was not computed from the amax of these elements; else no product rounds to more than TOP.
     """
     # ``reference.dequantize`` clamps so.
     x = tl.clamp(x, -LARGEST_FINITE, LARGEST_FINITE, propagate_nan=NAN) * scale
@@ -173,7 +178,7 @@ def scaled(x, scale, CAST: tl.constexpr, SATURATE: tl.constexpr):
 
 @triton.jit
 def codes(x, CODES: tl.constexpr):
-    """``reference.cast`` of ``scaled`` elements, as bytes."""
+    """Return ``reference.cast`` of ``scaled`` elements, as bytes."""
     return x.to(CODES).to(tl.uint8, bitcast=True)
 
 
@@ -188,31 +193,33 @@ def _words(even, odd, CODES: tl.constexpr):
 
 @triton.jit
 def place(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The tile with that number, in row-major order."""
+    """Return the tile with that number, in row-major order."""
     tiles_in_a_row = tl.cdiv(N, COLS)
     return At((index // tiles_in_a_row) * ROWS, (index % tiles_in_a_row) * COLS, M, N)
 
 
 @triton.jit
 def place_in_stack(index, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The number of a matrix among (M, N) matrices, int64, and a tile of it: that with that number among all tiles."""
+    """Return a tile among those of many (M, N) matrices, by its number: its matrix's, int64, and the tile in that."""
     tiles = tl.cdiv(M, ROWS) * tl.cdiv(N, COLS)
     return (index // tiles).to(tl.int64), place(index % tiles, M, N, ROWS, COLS)
 
 
 @triton.jit
 def moved(at, rows, cols):
-    """The tile that begins so many rows and columns later."""
+    """Return the tile that begins so many rows and columns later."""
     return At(at.row + rows, at.col + cols, at.M, at.N)
 
 
 @triton.jit
 def load(pointers, inside, WHOLE: tl.constexpr, KEEP: tl.constexpr, OTHER: tl.constexpr = 0):
-    """What lies ``inside`` a matrix, all of it if WHOLE, and OTHER beyond it.
+    """Load what is ``inside`` a matrix, all of it if WHOLE, and OTHER beyond it.
 
     KEEP tells L2 what to do with what was read.
     """
+    # Without a mask Triton loads 16 bytes per thread, whatever it knows of the sizes.
     if WHOLE:
+        # Without a mask, whose runs of equal bits Triton may not know, it loads 16 bytes at a time.
         return tl.load(pointers, eviction_policy=KEEP)
     else:
         return tl.load(pointers, mask=inside, other=OTHER, eviction_policy=KEEP)
@@ -229,7 +236,7 @@ def store(pointers, values, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def load_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Even and odd rows of a tile, float32; see ``load``."""
+    """Load even and odd rows of a tile, float32, each (ROWS / 2, COLS); see ``load``."""
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
     pointers = x_ptr + at.row.to(tl.int64) * at.N + at.col + i[:, None] * at.N + j[None, :]
     inside = (at.col + j < at.N)[None, :]
@@ -241,7 +248,7 @@ def load_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
 
 @triton.jit
 def load_finite_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """``load_halves`` with NaN for infinity."""
+    """Load as ``load_halves``, with NaN for infinity."""
     even, odd = load_halves(x_ptr, at, TILE, KEEP)
     return finite_or_nan(even), finite_or_nan(odd)
 
@@ -270,6 +277,8 @@ def store_columns(
     ``col_ptr`` points to 16-bit words where M is even, so that every word lies within one row.
     """
     even, odd = scaled(even, scale, CAST, SATURATE), scaled(odd, scale, CAST, SATURATE)
+    # In the transposed matrix the elements of two neighbouring rows are neighbours, so they are cast and moved as one
+    # 16-bit word: Triton transposes 16-bit tiles with ldmatrix, and 8-bit tiles byte by byte.
     words = tl.trans(_words(even, odd, CAST.CODES))
     i, j = tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
     if col_ptr.dtype.element_ty == tl.uint16:
@@ -278,6 +287,7 @@ def store_columns(
         inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]
         store(pointers, words, inside, TILE.WHOLE)
     else:
+        # M is odd: words would cross rows of the result, so their bytes are stored one by one.
         pointers = col_ptr + at.col.to(tl.int64) * at.M + at.row + j[:, None] * at.M + 2 * i[None, :]
         inside = (at.col + j < at.N)[:, None]
         low, high = (words & 0xFF).to(tl.uint8), (words >> 8).to(tl.uint8)
@@ -287,7 +297,7 @@ def store_columns(
 
 @triton.jit
 def store_zero_columns(col_ptr, at, TILE: tl.constexpr):
-    """A tile of zeros in the columnwise operand, as ``store_columns``; ``col_ptr`` points to 16-bit words."""
+    """Store a tile of zeros in the columnwise operand, as ``store_columns``; ``col_ptr`` points to 16-bit words."""
     HALF: tl.constexpr = TILE.ROWS // 2
     COLS: tl.constexpr = TILE.COLS
     i, j = tl.arange(0, HALF), tl.arange(0, COLS)
@@ -312,11 +322,12 @@ def store_with_one(
 def store_scales_of_square(
     row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, at, EDGE: tl.constexpr
 ):
-    """The inverse scale of the square at ``at`` for each usage whose pointer is not None."""
+    """Store the inverse scale of the square at ``at`` for each usage whose pointer is not None."""
     row, col = at.row // EDGE, at.col // EDGE
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr + row * tl.cdiv(at.N, EDGE) + col, scale_inv)
     if col_ptr is not None:
+        # columnwise scales [N / EDGE, M / EDGE] are the rowwise ones transposed
         tl.store(col_scale_inv_ptr + col * tl.cdiv(at.M, EDGE) + row, scale_inv)
 
 
@@ -324,7 +335,7 @@ def store_scales_of_square(
 def store_scales_of_group_square(
     row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, scale_inv, at, EDGE: tl.constexpr
 ):
-    """As ``store_scales_of_square``; scales of groups lie alike for both usages."""
+    """Store as ``store_scales_of_square``; scales of groups have the same layout for both usages."""
     index = at.row // EDGE * tl.cdiv(at.N, EDGE) + at.col // EDGE
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr + index, scale_inv)

@@ -1,8 +1,6 @@
-"""Kernels that make the columnwise usage of rowwise codes: with the same scales, or with scales of the columns.
+"""Kernels that derive the columnwise operand (N, M) from rowwise data (M, N), with their scales or scales of columns.
 
-For other scales the values that the codes stand for, float32, are never in memory: codes times inverse scales are made
-once for the amaxes of columns and once to be cast, or once for both. Matrices that follow each other, as their scales
-do, are one launch but for vectors.
+Matrices that follow each other, as their scales do, are one launch but for vectors.
 """
 
 import triton
@@ -27,9 +25,9 @@ from f8sub.kernels.triton.tile_ops import (
 def _load_values(
     codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr
 ):
-    """What the codes of each STEP-th row of a tile stand for: float32; infinite beyond LARGEST_FINITE.
+    """Dequantize each STEP-th row of a tile: float32, (ROWS / STEP, COLS); infinite beyond LARGEST_FINITE.
 
-    Zeros beyond the matrix. ``scale_inv_ptr`` points to the first row's scales of these columns, one a row.
+    Zeros beyond the matrix. ``scale_inv_ptr`` points to the first row's scales of these columns, one per row.
     """
     i, j = at.row + STEP * tl.arange(0, TILE.ROWS // STEP), at.col + tl.arange(0, TILE.COLS)
     pointers = codes_ptr + i.to(tl.int64)[:, None] * at.N + j[None, :]
@@ -37,6 +35,8 @@ def _load_values(
     inside = (i < at.M)[:, None] & (j < at.N)[None, :]
     codes = load(pointers, inside, TILE.WHOLE, "")
     scale_inv = load(scales, i < at.M, TILE.WHOLE, "", OTHER=1.0)
+    # The values are never in memory: they are computed once for the amaxes of columns and
+    # once to be cast, or once for both.
     return codes.to(SOURCE, bitcast=True).to(tl.float32) * scale_inv[:, None]
 
 
@@ -51,7 +51,7 @@ def amax_of_code_columns(
     codes_ptr, scale_inv_ptr, col_amax_ptr, M, N, SCALE_STRIDE,
     SOURCE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Atomic maxima of the values of each column, of codes with one scale a row; see ``quantize.amax_of_lines``."""
+    """Take atomic maxima of each column's values, of data with one scale per row; see ``quantize.amax_of_lines``."""
     matrix, first = place_in_stack(tl.program_id(0), M, N, TILE.ROWS * STEPS, TILE.COLS)
     codes_ptr += matrix * M * N
     scale_inv_ptr += matrix * M * SCALE_STRIDE
@@ -72,7 +72,7 @@ def recast_by_lines(
     codes_ptr, scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE,
     SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """From one scale a row to one scale a column, of the columns' amaxes. Programs take the last tile first."""
+    """Quantize again, from one scale per row to one per column, of the columns' amaxes; the last tile comes first."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     matrix, at = place_in_stack(index, M, N, TILE.ROWS, TILE.COLS)
     codes_ptr += matrix * M * N
@@ -92,7 +92,7 @@ def recast_by_vectors(
     codes_ptr, scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE, BLOCK_STRIDE,
     SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """From scales of 1 x COLS to scales of ROWS x 1, a tile a program.
+    """Quantize again, from scales of 1 x COLS to scales of ROWS x 1; one program per tile.
 
     Scales are (M, tiles), with BLOCK_STRIDE from one tile to the next, and become (tiles, N).
     """
@@ -112,10 +112,10 @@ def recast_by_vectors(
 def transpose_codes(
     codes_ptr, scale_inv_ptr, out_ptr, out_scale_inv_ptr, M, N, EDGE: tl.constexpr, TILE: tl.constexpr
 ):
-    """(M, N) bytes to (N, M), both even, so that both pointers are to words of 16 bits.
+    """Transpose (M, N) bytes to (N, M), both even, so that both pointers are to words of 16 bits.
 
-    Two rows by two columns are two words; what is transposed are words. Scales, unless their pointers are None, are of
-    squares whose edge, EDGE, is a multiple of ROWS and of COLS, or of the whole matrix where EDGE is None.
+    Scales, unless their pointers are None, are of squares whose edge, EDGE, is a multiple of ROWS and of COLS, or of
+    the whole matrix where EDGE is None.
     """
     matrix, at = place_in_stack(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     codes_ptr += matrix * M * (N // 2)
@@ -126,6 +126,7 @@ def transpose_codes(
     target = out_ptr + col.to(tl.int64) * (M // 2) + row // 2 + (2 * j)[:, None] * (M // 2) + i[None, :]
     inside = (row // 2 + i < M // 2)[:, None] & (col // 2 + j < N // 2)[None, :]
     even, odd = load(source, inside, TILE.WHOLE, ""), load(source + N // 2, inside, TILE.WHOLE, "")
+    # Two rows by two columns are two words: [a b], [c d] become [a c], [b d], and then the words are transposed.
     first = tl.trans((even & 0xFF) | (odd << 8))
     second = tl.trans((even >> 8) | (odd & 0xFF00))
     inside = (col // 2 + j < N // 2)[:, None] & (row // 2 + i < M // 2)[None, :]

@@ -1,4 +1,4 @@
-"""Where the kernels reach past Triton's documented interface, and which names differ between its versions.
+"""Reaches past Triton's documented interface, and knows which names differ between its versions.
 
 No other module of f8sub imports such a name. Each is looked for once, when this module is imported: neither a kernel
 nor a launch asks for a version. A name that this Triton lacks is None, and ``why_not`` or ``why_no_gluon`` says so
@@ -17,7 +17,7 @@ _missing: dict[str, list[str]] = {"triton": [], "triton.experimental": []}
 
 
 def _name(module: str, *names: str) -> Any:
-    """The first of some names that a module has, newest first; without names, the module."""
+    """Return the first of some names that a module has, newest first; without names, the module."""
     part = "triton.experimental" if module.startswith("triton.experimental") else "triton"
     try:
         found: Any = importlib.import_module(module)
@@ -67,12 +67,12 @@ arrive_when_loaded = _name(_ASYNC_COPY, "mbarrier_arrive")
 
 
 def why_not() -> str | None:
-    """Why f8sub's kernels do not run with this Triton; None where they do."""
+    """Return why f8sub's kernels do not run with this Triton; None where they do."""
     return _lacks("triton")
 
 
 def why_no_gluon() -> str | None:
-    """The same of the kernels for Hopper, which are written in Gluon."""
+    """Return why the kernels for Hopper, which are written in Gluon, do not run with this Triton, or None."""
     return why_not() or _lacks("triton.experimental")
 
 

@@ -128,7 +128,7 @@ class DcpCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing: no file is open between reads."""
+        """Do nothing: no file is open between reads."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -27,17 +27,17 @@ def reduce_gradients_in_float8(
     measure: bool = False,
     measure_every: int = 100,
 ) -> "GradientReduction":
-    """From now on reduce the gradients of ``model`` with e4m3 codes on the wire and sums in float32.
+    """Reduce the gradients of ``model`` from now on with e4m3 data on the wire and sums in float32.
 
-    Call it after ``fully_shard`` on every rank, with the same options. A rank sends each other rank the codes of its
-    shard's gradients, with an exponent for each 128, and each rank adds what it received in float32 in the order of
+    Call it after ``fully_shard`` on every rank, with the same options. A rank sends each other rank the float8 data of
+    its shard's gradients, with an exponent for each 128, and each rank adds what it received in float32 in the order of
     the ranks. So each gradient is rounded once however many ranks there are, and a run has the same bits every time.
     NaN and infinity arrive at exactly their elements. What FSDP2 does with the sum is as before: divide factors,
     accumulation, HSDP's all-reduce, offloading. Use ``reduce_dtype=torch.float32`` in its policy, which costs no byte
     on the wire. Calling it again replaces the options. Checkpoints hold nothing of it.
 
     Where a shard group has several ranks on each of several hosts there are two hops: bfloat16 is added within each
-    host, and codes of the sums go to the other hosts.
+    host, and float8 data of the sums go to the other hosts.
 
     Args:
         model: FSDP2 modules, or a model of some. Modules that are sharded over one rank stay as they are.

@@ -146,7 +146,7 @@ class OwnGroup:
         slot.user = weakref.ref(self)
 
     def of_next_call(self) -> dist.ProcessGroup:
-        """The process group, for one collective."""
+        """Return the process group, for one collective."""
         self._slot.calls += 1
         return self._slot.group
 

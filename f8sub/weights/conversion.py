@@ -48,7 +48,7 @@ class Region(Protocol):
         """
 
     def tell(self, found: torch.Tensor) -> list[str]:
-        """Errors of what ``read`` returned, once that came to the host; may warn instead."""
+        """Return the errors for what ``read`` returned, once that came to the host; may warn instead."""
 
 
 class Guest:
@@ -74,7 +74,7 @@ class Guest:
         return None
 
     def region(self, records: "Sequence[WeightRecord]", before: Region | None) -> Region | None:
-        """A region for the exchange of these sharded weights; ``before`` is its region while it had fewer of them."""
+        """Return a region for the exchange of these sharded weights; ``before`` is the one for fewer of them."""
         return None
 
     def before_state_dict(self) -> None:
@@ -246,11 +246,11 @@ class Conversion:
         return module in self._records
 
     def record_of(self, module: torch.nn.Module, name: str) -> WeightRecord:
-        """The record of a module's parameter."""
+        """Return the record of a module's parameter."""
         return self._records[module][name]
 
     def names_of(self, module: torch.nn.Module) -> list[str]:
-        """The names of a module's weights."""
+        """Return the names of a module's weights."""
         return list(self._records[module])
 
     @property
@@ -283,7 +283,7 @@ class Conversion:
         self.unsharded = [record for record in records if not record.follow()]
 
     def shard_of(self, record: WeightRecord) -> Shard:
-        """The shard of a weight that is about to be gathered."""
+        """Return the shard of a weight that is about to be gathered."""
         if not record.entered:
             self.refresh(gathered=True)
         if (shard := record.shard) is None:
@@ -371,7 +371,7 @@ class Conversion:
     def _shard(
         self, record: WeightRecord, layout: ShardLayout, dtypes: ParamDtypes, exchange: Exchange
     ) -> Shard | None:
-        """A shard of a weight that is gathered as float8 or has a prior scale; None of any other."""
+        """Return a shard of a weight that is gathered as float8 or has a prior scale; None for any other."""
         gathered_by = record.module, record.name
         sent = record.gathered and gathered_by in dtypes
         prior = next((prior for guest in self.guests if (prior := guest.prior_of(record))), None)

@@ -121,19 +121,19 @@ class ShardLayout:
         return (self.shape[0] // math.prod(self.inner), *self.inner) if self.inner else None
 
     def matrix(self, shard: torch.Tensor) -> torch.Tensor:
-        """The shard without leading dimensions."""
+        """Return the shard without leading dimensions."""
         if self.folded is not None:
             return shard.flatten(1)
         return shard.view(shard.shape[0] * math.prod(self.inner), shard.shape[-1]) if self.inner else shard
 
     def stacked(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes for the wire with the shard's leading dimensions, which FSDP2 may compare."""
+        """Return data for the wire with the shard's leading dimensions, which FSDP2 may compare."""
         if self.folded is not None:
             return codes.view(codes.shape[0], -1, self.folded[1])
         return codes.unflatten(0, (-1, *self.inner)) if self.inner else codes
 
     def format_of(self, format: Float8Format, fqn: str) -> Float8Format:
-        """The format of the matrix that the weight counts as; Float8ConfigError where tiles are no part of its rows.
+        """Return the format of the matrix that the weight counts as; Float8ConfigError where tiles cross its rows.
 
         ``format`` is of the matrix (E * N, K).
         """
@@ -158,7 +158,7 @@ class ShardLayout:
 
 
 def sharded_dims(weight: "DTensor") -> dict[int, int]:
-    """The dimension of the weight that each mesh dimension shards; none for those that replicate it."""
+    """Return the dimension of the weight that each mesh dimension shards; none for those that replicate it."""
     # FSDP2 with tensor parallelism on one dimension has a placement of its own, which is no Shard.
     dims = {i: getattr(placement, "dim", None) for i, placement in enumerate(weight.placements)}
     return {i: dim for i, dim in dims.items() if dim is not None}
@@ -201,7 +201,7 @@ class WireFormat:
         return rows, bytes_of_row(self.format, cols, self.carries_scales)
 
     def scales_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The scales in rows of the wire, as they are stored: a view."""
+        """Return the scales in rows of the wire, as they are stored: a view."""
         cols = self.layout.shape[1]
         # [ data, padded to 16 bytes | scales, padded to 16 bytes ]
         start = _aligned(cols // self.format.codes_per_byte)

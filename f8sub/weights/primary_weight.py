@@ -191,7 +191,7 @@ class Primary:
         self.master, self.codes = None, codes
 
     def values(self) -> torch.Tensor:
-        """The weight in high precision, ``shape`` and ``dtype``: the master rounded, or the codes dequantized."""
+        """Return the weight in high precision, ``shape`` and ``dtype``: the master rounded, or the data dequantized."""
         if self.master is not None:
             return self.master.plain.to(self.dtype)
         dequantized: torch.Tensor = self.codes.dequantize()

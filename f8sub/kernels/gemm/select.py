@@ -166,5 +166,5 @@ class Plan:
         return plan
 
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
-        """A copy is the plan itself; one that is unpickled, maybe on another device, gets a key of this process."""
+        """Copy to the plan itself; one that is unpickled, maybe on another device, gets a key of this process."""
         return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "key")

@@ -217,7 +217,6 @@ def load(pointers, inside, WHOLE: tl.constexpr, KEEP: tl.constexpr, OTHER: tl.co
 
     KEEP tells L2 what to do with what was read.
     """
-    # Without a mask Triton loads 16 bytes per thread, whatever it knows of the sizes.
     if WHOLE:
         # Without a mask, whose runs of equal bits Triton may not know, it loads 16 bytes at a time.
         return tl.load(pointers, eviction_policy=KEEP)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Part(NamedTuple):
+class NamedTensor(NamedTuple):
     """A parameter or a persistent buffer, by its name.
 
     Attributes:
@@ -62,13 +62,13 @@ class Part(NamedTuple):
         return self.name.rpartition(".")[0]
 
 
-def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", list[Part]]]:
+def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", list[NamedTensor]]]:
     """Yield what FSDP2 gathers together, with the module that gathers it, in the model's order.
 
     A tied tensor comes once, by its first name. None gathers what FSDP2 does not shard.
     """
     owner: dict[torch.nn.Module, FSDPModule | None] = {}
-    found: dict[FSDPModule | None, list[Part]] = {}
+    found: dict[FSDPModule | None, list[NamedTensor]] = {}
     seen: set[torch.Tensor] = set()
     layer = "\n"  # begins no name
     for fqn, module in model.named_modules():
@@ -87,7 +87,7 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", lis
                 continue
             seen.add(tensor)
             name = f"{fqn}.{attribute}" if fqn else attribute
-            found.setdefault(owner[module], []).append(Part(without_wrappers(name), module, attribute))
+            found.setdefault(owner[module], []).append(NamedTensor(without_wrappers(name), module, attribute))
     yield from found.items()
 
 
@@ -98,7 +98,7 @@ def tied_layers(model: torch.nn.Module) -> list[str]:
     """
     named = {part.name for _, parts in blocks_of(model) for part in parts}
     layers = [
-        Part(f"{without_wrappers(fqn)}.weight", module, "weight")
+        NamedTensor(f"{without_wrappers(fqn)}.weight", module, "weight")
         for fqn, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, torch.nn.Linear) and not isinstance(module, Float8Linear)
     ]
@@ -106,7 +106,7 @@ def tied_layers(model: torch.nn.Module) -> list[str]:
     return [piece.name.removesuffix(".weight") for of_layer in pieces.values() for piece in of_layer]
 
 
-def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:
+def names_of(model: torch.nn.Module, parts: Iterable[NamedTensor]) -> Pieces:
     """Return what a checkpoint calls the tensors of each part, by the part's name; see ``pieces_of``."""
     parts = list(parts)
     # Experts that are stored as (E, K, N) are no linear layers as they are: only a model's
@@ -119,11 +119,12 @@ def names_of(model: torch.nn.Module, parts: Iterable[Part]) -> Pieces:
     return pieces_of(model, {part.name: tuple(part.tensor.shape) for part in parts}, experts)
 
 
-def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
+def experts_of(part: NamedTensor, dtype: torch.dtype | None) -> Iterator[Operand]:
     """Yield the weights of all experts as fprop reads them, one after the other: views of what was gathered."""
     module, weight = part.module, part.tensor
     if not isinstance(module, Float8Experts):
         raise RuntimeError(f"{part.name} is not a weight of experts")
+    # [E, N, K], by the function that the experts' forward calls.
     found = module.rowwise(part.attribute, _dtype_of(part, local_tensor(weight), dtype))
     if is_dtensor(weight):
         shape, placements = (weight.shape[0], *found.data.shape[1:]), weight.placements
@@ -150,7 +151,7 @@ def _gathered(part: torch.Tensor, weight: "DTensor", count: int) -> torch.Tensor
     return whole.full_tensor().view(part.dtype)
 
 
-def _dtype_of(part: Part, local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _dtype_of(part: NamedTensor, local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that fprop computes in; Float8ConfigError where ``dtype`` is None and nothing tells it."""
     if dtype is None and local.dtype == torch.float32 and not isinstance(local, Float8Tensor):
         raise Float8ConfigError(
@@ -160,7 +161,7 @@ def _dtype_of(part: Part, local: torch.Tensor, dtype: torch.dtype | None) -> tor
     return dtype or local.dtype
 
 
-def _check_finite(part: Part, tensors: Iterable[torch.Tensor]) -> None:
+def _check_finite(part: NamedTensor, tensors: Iterable[torch.Tensor]) -> None:
     if any(bool(tensor.float().isnan().any()) for tensor in tensors):
         raise Float8NumericsError(
             f"{part.fqn}: its float8 weight has NaN, which an engine would serve; restore the weights from a "
@@ -168,7 +169,7 @@ def _check_finite(part: Part, tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-def operand_of(part: Part, dtype: torch.dtype | None) -> Operand:
+def operand_of(part: NamedTensor, dtype: torch.dtype | None) -> Operand:
     """Return a float8 layer's weight as its fprop reads it, whole, in memory of its own.
 
     Args:
@@ -208,6 +209,7 @@ def _whole(part: Operand, weight: "DTensor") -> Operand:
     if placement.is_replicate():
         return part
     dim, format = placement.dim, part.format  # type: ignore[attr-defined]
+    # This rank's part [N / world, K] or [N, K / world], as bytes.
     local = part.data.view(torch.uint8).contiguous()
     shape = weight.shape
     codes = weight.from_local(
@@ -219,6 +221,7 @@ def _whole(part: Operand, weight: "DTensor") -> Operand:
     # torch.chunk's rule, by which DTensor shards. A part may begin within a tile, whose scale both ranks have.
     chunk = -(-shape[dim] // mesh.size())
     first = 0 if edge == ALL else min(mesh.get_local_rank() * chunk, shape[dim] - 1) // edge
+    # An empty part has scales that stand for nothing.
     if part.data.numel():
         scales.narrow(dim, first, stored.shape[dim]).copy_(stored)
     # Scales are positive, and equal where several ranks have a tile: so the maximum puts them together.

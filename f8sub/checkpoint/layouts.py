@@ -114,6 +114,7 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
     reasons: dict[str, list[str]] = {}
     for fqn, weight in weights.items():
         if (reason := why_not(layout, *weight)) is not None:
+            # One reason with all of its layers, not a line for each.
             reasons.setdefault(reason, []).append(fqn)
     if reasons:
         listed = "; ".join(f"{', '.join(kinds(fqns))}: {reason}" for reason, fqns in reasons.items())
@@ -196,6 +197,7 @@ def quantization_config(
         scheme = scheme_of(format)
         if scheme is None:
             raise Float8ConfigError(f"{fqn}: {why_not(layout, format, (0, 0))}")
+        # By identity: there is one object for each scheme.
         of_scheme = next((fqns for known, fqns in schemes if known is scheme), None)
         if of_scheme is None:
             schemes.append((scheme, [fqn]))
@@ -232,6 +234,7 @@ def _grid(operand: Operand) -> torch.Tensor:
     """Repeat scales of squares for every square of ``BLOCK`` in them: float32, (N / 128, K / 128), rounded up."""
     times = operand.format.tile.rows // BLOCK
     down, across = (-(-extent // BLOCK) for extent in operand.shape)
+    # A 256x256 square is four blocks of 128 with one scale: the file repeats it, and nothing is rounded again.
     grid = operand.scale_inv.repeat_interleave(times, 0).repeat_interleave(times, 1)
     return grid[:down, :across].contiguous()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from f8sub.checkpoint.gathered import Part, blocks_of, names_of
+from f8sub.checkpoint.gathered import NamedTensor, blocks_of, names_of
 from f8sub.checkpoint.load_codes import (
     Held,
     are_powers_of_2,
@@ -22,7 +22,7 @@ from f8sub.checkpoint.load_codes import (
 )
 from f8sub.checkpoint.names import Piece, other_names, unwrapped
 from f8sub.checkpoint.quantization_config import (
-    Source,
+    StoredTensor,
     described_tile,
     is_of_activations,
     refuse_other_methods,
@@ -149,7 +149,7 @@ def _warn_of_second_cast(again: list[str]) -> None:
     )
 
 
-def _check_memory(parts: Iterable[Part], device: torch.device | str | None) -> None:
+def _check_memory(parts: Iterable[NamedTensor], device: torch.device | str | None) -> None:
     on_meta = [
         part.name
         for part in parts
@@ -162,7 +162,7 @@ def _check_memory(parts: Iterable[Part], device: torch.device | str | None) -> N
         )
 
 
-def _give_memory(part: Part, device: torch.device | str | None) -> None:
+def _give_memory(part: NamedTensor, device: torch.device | str | None) -> None:
     """Move a parameter or buffer from meta to its device."""
     tensor = part.tensor
     if not local_tensor(tensor).is_meta:
@@ -181,10 +181,14 @@ def _give_memory(part: Part, device: torch.device | str | None) -> None:
 
 
 def _matched(
-    model: torch.nn.Module, parts: list[Part], checkpoint: Checkpoint, rename: Rename | None, strict: bool
-) -> dict[Part, list[Source]]:
+    model: torch.nn.Module,
+    parts: list[NamedTensor],
+    checkpoint: Checkpoint,
+    rename: Rename | None,
+    strict: bool,
+) -> dict[NamedTensor, list[StoredTensor]]:
     """Find the sources of every parameter, or of what is there of it; names of one side are an error if ``strict``."""
-    found: dict[Part, list[Source]] = {}
+    found: dict[NamedTensor, list[StoredTensor]] = {}
     missing = []
     unexpected, absent = _ignored(model)
     used: set[str] = set()
@@ -229,7 +233,7 @@ def _matched(
         # The better error first: such a method's files have other names for every weight.
         refuse_other_methods(checkpoint.folder / CONFIG, checkpoint.config)
     if missing or unused:
-        _tell(missing, unused, strict)
+        _report_names(missing, unused, strict)
     return found
 
 
@@ -250,7 +254,7 @@ def _ignored(model: torch.nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
     return [re.compile(each) for each in sorted(unexpected)], [re.compile(each) for each in sorted(missing)]
 
 
-def _tell(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
+def _report_names(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
     """Report names that one side alone has: an error if ``strict``, or else a warning of all of them."""
     if not strict:
         lacks = f"lacks {', '.join(missing)}, which keep the values that they had" if missing else ""
@@ -271,22 +275,22 @@ def _tell(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
     )
 
 
-def _source(piece: Piece, part: Part, checkpoint: Checkpoint) -> Source:
+def _source(piece: Piece, part: NamedTensor, checkpoint: Checkpoint) -> StoredTensor:
     """Return how a tensor is read; Float8ConfigError where float8 has no scales, or a dtype is no number without."""
     dtype = checkpoint.slice_of(piece.name).get_dtype()
     if dtype == "F8_E4M3":
         layer, file = piece.name.removesuffix(".weight"), checkpoint.folder / CONFIG
         tile = described_tile(layer, file, checkpoint.config)
-        return Source(piece, scale_of(piece.name, checkpoint, checkpoint.config), tile)
+        return StoredTensor(piece, scale_of(piece.name, checkpoint, checkpoint.config), tile)
     if part.tensor.is_floating_point() and dtype not in _HIGH_PRECISION:
         raise Float8ConfigError(
             f"{piece.name} is stored as {dtype}, which load_float8 does not read; it reads F8_E4M3 with scales, and "
             f"{', '.join(_HIGH_PRECISION)}"
         )
-    return Source(piece, None, Tile(ALL, ALL))
+    return StoredTensor(piece, None, Tile(ALL, ALL))
 
 
-def _check_shapes(part: Part, source: Source, checkpoint: Checkpoint) -> None:
+def _check_shapes(part: NamedTensor, source: StoredTensor, checkpoint: Checkpoint) -> None:
     name, shape = source.piece.name, tuple(part.tensor.shape)
     if source.piece.rows is not None:
         shape = source.piece.rows.stop - source.piece.rows.start, shape[2]
@@ -313,14 +317,14 @@ def _check_shapes(part: Part, source: Source, checkpoint: Checkpoint) -> None:
         check_not_gathered(part.module)
 
 
-def _plan_of_codes(part: Part, source: Source, scales: torch.Tensor) -> Plan | None:
+def _plan_of_codes(part: NamedTensor, source: StoredTensor, scales: torch.Tensor) -> Plan | None:
     """Return the plan of a layer that keeps the file's data; None for a parameter that takes their values."""
     if not isinstance(part.module, Float8Linear) or not can_hold(part.module, source.tile):
         return None
     return plan_for(part.module, is_power_of_2=are_powers_of_2(scales))
 
 
-def _scales_of(source: Source, checkpoint: Checkpoint) -> torch.Tensor:
+def _scales_of(source: StoredTensor, checkpoint: Checkpoint) -> torch.Tensor:
     """Read all scales of a tensor, float32, (tiles along N, tiles along K)."""
     scales: torch.Tensor = checkpoint.read(source.scale or "")
     if scales.dtype == torch.uint8:
@@ -333,7 +337,7 @@ def _scales_of(source: Source, checkpoint: Checkpoint) -> torch.Tensor:
     return scales.float().view(source.tile.scale_shape((rows, cols)))
 
 
-def _hold(part: Part, held: Held, sources: list[Source], checkpoint: Checkpoint) -> None:
+def _hold(part: NamedTensor, held: Held, sources: list[StoredTensor], checkpoint: Checkpoint) -> None:
     """Read this rank's experts, and turn their weight into the file's data."""
     experts = _local_slices(part.tensor)[0]
     here = [s.piece.name for s in in_order(sources) if experts.start <= (s.piece.expert or 0) < experts.stop]
@@ -351,7 +355,7 @@ def _codes(codes: torch.Tensor, name: str) -> torch.Tensor:
     return codes
 
 
-def _filled(part: Part, source: Source, checkpoint: Checkpoint) -> bool:
+def _filled(part: NamedTensor, source: StoredTensor, checkpoint: Checkpoint) -> bool:
     """Write this rank's part of a tensor, and return whether a layer that multiplies it has the file's own values."""
     local, where = local_tensor(part.tensor), _local_slices(part.tensor)
     if source.piece.rows is not None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.checkpoint.gathered import Part
-from f8sub.checkpoint.quantization_config import Source
+from f8sub.checkpoint.gathered import NamedTensor
+from f8sub.checkpoint.quantization_config import StoredTensor
 from f8sub.convert.primary_weights import is_primary, to_codes
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import Float8Experts
@@ -99,6 +99,7 @@ def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, i
         offset: (row, column) in the whole weight at which the part begins.
     """
     layer.plan = plan
+    # The record's format is that of the plan: it is entered again with the file's kind of scales.
     layer.enter_weight()
     put(layer, "weight", operand, offset)
 
@@ -108,6 +109,7 @@ def put(module: Any, name: str, operand: Operand, offset: tuple[int, int]) -> No
     record, weight = module.converted.record_of(module, name), getattr(module, name)
     local: Any = local_tensor(weight)
     if isinstance(local, MasterWeight):
+        # The record that was just entered, which the next line makes the primary weight's.
         local.cell.record = record
         to_codes(weight, weight.dtype, may_replace=True)
         weight = getattr(module, name)
@@ -136,8 +138,8 @@ class Held(NamedTuple):
 
 
 def held_experts(
-    sources: Mapping[Part, Sequence[Source]], scales_of: Callable[[Source], torch.Tensor]
-) -> dict[Part, Held]:
+    sources: Mapping[NamedTensor, Sequence[StoredTensor]], scales_of: Callable[[StoredTensor], torch.Tensor]
+) -> dict[NamedTensor, Held]:
     """Return the weights of experts that keep the file's data: those of modules whose every weight can.
 
     Args:
@@ -147,7 +149,7 @@ def held_experts(
     Raises:
         Float8ConfigError: one of them was gathered before.
     """
-    of_module: dict[Float8Experts, list[Part]] = defaultdict(list)
+    of_module: dict[Float8Experts, list[NamedTensor]] = defaultdict(list)
     for part in sources:
         if isinstance(part.module, Float8Experts) and part.attribute in part.module.weights:
             of_module[part.module].append(part)
@@ -170,14 +172,14 @@ def held_experts(
     return found
 
 
-def in_order(sources: Sequence[Source]) -> list[Source]:
+def in_order(sources: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Sort sources by expert, and by the rows of each."""
     return sorted(
         sources, key=lambda each: (each.piece.expert or 0, each.piece.rows.start if each.piece.rows else 0)
     )
 
 
-def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
+def _can_hold(part: NamedTensor, sources: Sequence[StoredTensor]) -> bool:
     """Return whether a weight is frozen and primary, and the file has its data as they are multiplied."""
     module, weight = part.module, part.tensor
     if not isinstance(module, Float8Experts) or weight.requires_grad or not is_primary(weight):
@@ -196,6 +198,7 @@ def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
         piece, tile = source.piece, source.tile
         if source.scale is None or tile != format.tile or piece.expert is None or piece.rows is None:
             return False
+        # A tile of all rows ends with the expert's matrix, not with gate or up.
         edge = rows if tile.rows == ALL else tile.rows
         if piece.expert * rows + piece.rows.start != ends or piece.rows.start % edge:
             return False
@@ -203,7 +206,7 @@ def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
     return ends == weight.shape[0] * rows
 
 
-def hold_experts(part: Part, held: Held, codes: Sequence[torch.Tensor], first: int) -> None:
+def hold_experts(part: NamedTensor, held: Held, codes: Sequence[torch.Tensor], first: int) -> None:
     """Turn a weight of experts into float8 data, in memory of their own.
 
     Args:

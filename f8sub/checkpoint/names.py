@@ -75,6 +75,7 @@ def pieces_of(model: torch.nn.Module, shapes: Shapes, experts: Mapping[str, str]
             for an expert's layer where the model has no rule: of "layers.0.experts.w1", "w1" makes the name
             "layers.0.experts.5.w1.weight".
     """
+    # Each parameter by its own name, unless a rule splits it.
     found = {name: [Piece(name)] for name in shapes}
     ruled = _ruled(model, shapes)
     if ruled is not None:
@@ -112,6 +113,7 @@ def _ruled(model: torch.nn.Module, shapes: Shapes) -> Pieces | None:
     with _own_rules(inner):
         reverted = revert_weight_conversion(inner, dict(numbers))
     for name, tensor in reverted.items():
+        # No number tells where an empty tensor came from; it keeps its own name.
         if not tensor.numel():
             continue
         # Its first number: parameters begin at ``starts``, so the last start before it is its parameter's.

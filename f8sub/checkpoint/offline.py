@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.checkpoint import layouts
-from f8sub.checkpoint.gathered import Part, blocks_of
+from f8sub.checkpoint.gathered import NamedTensor, blocks_of
 from f8sub.checkpoint.names import Piece, other_names
 from f8sub.checkpoint.reader import (
     Checkpoint,
@@ -106,7 +106,7 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
     return exported
 
 
-class _Source(NamedTuple):
+class _StoredParameter(NamedTuple):
     """A parameter or buffer, or the matrix of one expert, with its place in the checkpoint.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Source(NamedTuple):
         expert: which expert's matrix is read of the first name, a tensor of all experts; None for the whole tensor.
     """
 
-    part: Part
+    part: NamedTensor
     names: tuple[str, ...]
     pieces: tuple[Piece, ...]
     expert: int | None = None
@@ -128,7 +128,7 @@ def _matched(
     found: Checkpoint | DcpCheckpoint,
     source: Path,
     prefix: str | None,
-) -> list[_Source]:
+) -> list[_StoredParameter]:
     """Return the sources of all that is written, in the checkpoint's order, so that files are read once and forward."""
     there = set(found)
     parts = [part for _, parts in blocks_of(model) for part in parts]
@@ -147,13 +147,14 @@ def _matched(
         if at is None and not all(prefix + piece.name in there for piece in pieces):
             lacking.append(part.name)
             continue
+        # One source for a whole parameter, one for each expert of a stack: experts are cast one by one.
         if pieces[0].expert is None:
-            sources.append(_Source(part, (at or part.name,), tuple(pieces)))
+            sources.append(_StoredParameter(part, (at or part.name,), tuple(pieces)))
             continue
         for expert in dict.fromkeys(piece.expert for piece in pieces):
             own = sorted((p for p in pieces if p.expert == expert), key=lambda p: p.rows.start)  # type: ignore[union-attr]
             names = tuple(prefix + piece.name for piece in own) if at is None else (at,)
-            sources.append(_Source(part, names, tuple(own), None if at is None else expert))
+            sources.append(_StoredParameter(part, names, tuple(own), None if at is None else expert))
     if lacking:
         own_names = sorted(name.removeprefix(prefix) for name in there if name.startswith(prefix))
         raise Float8ConfigError(
@@ -166,7 +167,7 @@ def _matched(
     return sorted(sources, key=lambda each: place[each.names[0]])
 
 
-def _check_shape(source: _Source, found: Checkpoint | DcpCheckpoint) -> None:
+def _check_shape(source: _StoredParameter, found: Checkpoint | DcpCheckpoint) -> None:
     shape, shapes = tuple(source.part.tensor.shape), [found.shape_of(name) for name in source.names]
     of_parts = [shape]
     if source.pieces[0].expert is not None and source.expert is None:
@@ -180,7 +181,7 @@ def _check_shape(source: _Source, found: Checkpoint | DcpCheckpoint) -> None:
 
 def _cast(
     found: Checkpoint | DcpCheckpoint,
-    sources: list[_Source],
+    sources: list[_StoredParameter],
     exported: Exported,
     dtype: torch.dtype,
     progress: Callable[[Iterable[str]], Iterable[str]],

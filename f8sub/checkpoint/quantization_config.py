@@ -28,7 +28,7 @@ Sources: the files of compressed-tensors and ModelOpt, transformers' ``FP8Linear
 """
 
 
-class Source(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of the checkpoint that a parameter, or a part of one, comes from.
 
     Attributes:
@@ -180,6 +180,7 @@ def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
     format = group.get("format") or quantization.get("format")
     if group and format not in (None, *_FORMATS):
         wrong.append(f"format {format!r}")
+    # "fp8" says blocks by a key of its own.
     strategy = weights.get("strategy", "block" if quantization.get("weight_block_size") else None)
     edges = {"block": (tile.rows, tile.cols), "group": (tile.cols,)}.get(strategy, ())
     if ALL in edges:  # f8sub's own word for a whole dimension, and a slip in a file

@@ -86,6 +86,7 @@ class Checkpoint:
             return dict.fromkeys(self._open(file).keys(), file)
         if not (self.folder / index).exists():
             raise Float8ConfigError(f"{self.folder} has neither {file} nor {index}{_instead(self.folder)}")
+        # Names to files, as transformers writes it.
         where = json_of(self.folder, index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
             raise Float8ConfigError(f"{self.folder / index} has no weight_map from names to files")

@@ -140,6 +140,7 @@ def _together(action: Callable[[], None], group: dist.ProcessGroup | None) -> No
         except (Float8ConfigError, OSError) as error:
             failure = error
     if dist.is_initialized() and dist.get_world_size(group) > 1:
+        # The type and the arguments of the error, as JSON: ``gather_values`` sends nothing else.
         said = (
             None if failure is None else [arg if isinstance(arg, int) else str(arg) for arg in failure.args]
         )
@@ -186,6 +187,7 @@ def write(
         partial.chmod(0o755)
         _write_files(partial, tensors, shard_bytes)
         (partial / "config.json").write_text(config + "\n")
+        # A full disk shows up here, before the folder gets its name.
         for path in (*partial.iterdir(), partial):
             _sync(path)
         # A rename is atomic: readers see no folder or a complete one.

@@ -8,7 +8,7 @@ import torch
 
 from f8sub.checkpoint import layouts
 from f8sub.checkpoint.gathered import (
-    Part,
+    NamedTensor,
     blocks_of,
     experts_of,
     names_of,
@@ -98,6 +98,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
                 shape = piece.rows.stop - piece.rows.start, shape[2]
             # A router is a class of its own in transformers, and a linear layer in engines.
             is_table = isinstance(part.module, torch.nn.Embedding)
+            # Embeddings are (N, K) weights as well, which engines do not look for in a config.
             is_matrix = part.tensor.dim() == 2 and part.attribute == "weight" and not is_table
             if part.format is not None and len(shape) == 2:
                 float8[layer] = part.format, shape
@@ -106,6 +107,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
                 others[layer] = None
             elif part.tensor.dim() == 3:  # experts, which readers know by their module's name
                 others[layer.rpartition(f".{piece.expert}.")[0] if piece.rows else part.fqn] = None
+    # A head that is tied to an embedding is a linear layer to engines, under a name without tensors.
     others |= dict.fromkeys(tied_layers(model))
     if not float8:
         raise Float8ConfigError(
@@ -162,6 +164,7 @@ def stream(
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``float8_weights`` of a model that was ``examined``."""
+    # Names that were given out: a ``rename`` that maps two to one would lose a tensor silently.
     given: set[str] = set()
     blocks = list(blocks_of(model))
     if empty := [part.name for _, parts in blocks for part in parts if part.tensor.is_meta]:
@@ -175,6 +178,7 @@ def stream(
         if gathers is not None:
             # Before unshard: afterwards FSDP2 has float8 data alone of these weights.
             left = _left_in_high_precision(gathers, parts, exported, dtype)
+            # All-gathers of one block at a time, on every rank in the same order.
             gathers.unshard()
         try:
             for part in parts:
@@ -198,7 +202,7 @@ def _shown(progress: Progress, names: list[str]) -> Iterator[str]:
         warnings.warn(f"progress raised {error!r}; the weights go on without it", Float8Warning, stacklevel=2)
 
 
-def _has_codes(part: Part, exported: Exported) -> bool:
+def _has_codes(part: NamedTensor, exported: Exported) -> bool:
     """Return whether float8 data of a part are exported; those of experts are where each has a name."""
     return part.format is not None and (
         part.tensor.dim() == 2 or exported.pieces[part.name][0].rows is not None
@@ -207,7 +211,7 @@ def _has_codes(part: Part, exported: Exported) -> bool:
 
 @torch.no_grad()
 def _left_in_high_precision(
-    gathers: "FSDPModule", parts: list[Part], exported: Exported, dtype: torch.dtype | None
+    gathers: "FSDPModule", parts: list[NamedTensor], exported: Exported, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Return whole values of what FSDP2 gathers in float8 and is exported in high precision, by the part's name."""
     left = [part for part in parts if part.format is not None and not _has_codes(part, exported)]
@@ -222,7 +226,7 @@ def _left_in_high_precision(
 
 @torch.no_grad()
 def _made(
-    part: Part, exported: Exported, dtype: torch.dtype | None, value: torch.Tensor | None = None
+    part: NamedTensor, exported: Exported, dtype: torch.dtype | None, value: torch.Tensor | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of a part; ``value`` is what it is exported as, where that is given."""
     pieces, layout = exported.pieces[part.name], exported.layout

@@ -65,6 +65,7 @@ def refuse_taken_names(
         seams: methods of ``made`` that take the place of the module's own.
     """
     base = made.__mro__[1]
+    # Attributes of instances, and methods that the class's own base does not have.
     own = {*made.__annotations__, *(name for name in vars(made) if not hasattr(base, name)), "scaling_states"}
     taken = [name for name in sorted(own.difference(seams)) if not _is_dunder(name) and hasattr(module, name)]
     if taken:

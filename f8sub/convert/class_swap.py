@@ -27,6 +27,7 @@ def float8_class(cls: type[torch.nn.Linear]) -> type[Float8Linear]:
     float8, and everything else of ``cls`` stays.
     """
     if cls not in _made:
+        # One class per user's class, cached: dynamo guards on classes, and isinstance checks of equal layers agree.
         members = {"__module__": cls.__module__, "__reduce_ex__": _reduce, **extensions.get(cls, {})}
         _made[cls] = type(f"Float8{cls.__name__}", (cls, Float8Linear), members)
     return _made[cls]
@@ -68,6 +69,7 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
         return "its weight is parametrized"
     if module.weight.dim() != 2:
         return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
+    # An instance's own forward runs instead of any class's.
     if "forward" in vars(module):
         return f"something replaced the forward of this {name}; convert first, then wrap its forward"
     if type(module).__module__.startswith("torchao."):

@@ -128,9 +128,11 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
             not known, or, when ``strict``, nothing to convert.
     """
     options = [name for name in inspect.signature(convert_to_float8).parameters if name != "other"]
+    # Any keyword gets this far, so that an option of another library is answered with f8sub's name for it.
     unknown = {name: value for name, value in other.items() if name not in ALIASES}
     refuse_foreign(model, recipe, unknown, [*options, *ALIASES])
     recipe = _one_of("recipe", recipe, other)
+    # True is the default, so it counts as not given: an alias that says False is then no contradiction.
     gathered = _one_of("float8_all_gather", None if float8_all_gather else False, other)
     filter_fqns: str | Sequence[str] = other.get("filter_fqns", ())
     selection = Selection(
@@ -177,6 +179,7 @@ def _convert_selected(
     others = other_reasons(modules, selection, of_features)
     asked = reasons | others
     for fqn, reason in asked.items():
+        # A call before this one may have left a reason on a layer that is converted now.
         if reason in IN_FLOAT8:
             modules[fqn].__dict__.pop(SKIP_REASON, None)
         else:
@@ -201,6 +204,7 @@ def _convert_selected(
     if not chosen and not of_others:
         nothing_converted(model, strict)
         return model
+    # Everything that can be refused is, before the first class is swapped: an error leaves the model as it was.
     refuse_tied_apart(model, chosen)
     for layer in chosen:
         refuse_taken_names(layer.module, layer.fqn)
@@ -208,6 +212,7 @@ def _convert_selected(
     refuse_unkeepable(chosen)
     warn_of_reencoding(chosen)
     refuse_without_master(chosen, of_features)
+    # From here on the model changes.
     conversion = Conversion({**of_features, "idle_patterns": idle}, GUESTS, LAYER_GUESTS)
     for guest in conversion.layer_guests:
         guest.planned(conversion, [layer.plan for layer in chosen])
@@ -263,6 +268,7 @@ def _wrap_weights(conversion: Conversion) -> None:
     made: dict[int, torch.nn.Parameter] = {}
     for record in conversion.records:
         weight = record.module._parameters[record.name]
+        # Converted before, or tied to a weight that was.
         if isinstance(weight, MasterWeight):
             continue
         if id(weight) not in made:
@@ -319,11 +325,13 @@ def convert_from_float8(model: Model) -> Model:
         for name, weight in list(module._parameters.items()):  # under other names, too, where it is pruned
             if isinstance(weight, Weight):
                 replace_parameter(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
+        # First: ``revert`` and ``left`` find a module that has no record any more.
         conversion.discard(module)
         for converter in class_swap.converters:
             if converter.takes(module):
                 converter.revert(module)
         if isinstance(module, Float8Linear):
+            # What a conversion put on the layer, so that the nn.Linear pickles and copies as one.
             del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
             for guest in conversion.layer_guests:
                 guest.left(module)

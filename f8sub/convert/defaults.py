@@ -33,7 +33,7 @@ torchtitan's debug model of DeepSeek-V3, of 256 features, 48 %.
 """
 
 
-class Place(NamedTuple):
+class NameSegment(NamedTuple):
     """Names one segment, ``segments[at]``, of a linear layer's name; modules and linear layers of its model by name."""
 
     modules: Mapping[str, torch.nn.Module]
@@ -46,12 +46,12 @@ class Place(NamedTuple):
         return ".".join(self.segments[:length])
 
 
-def _is_beside_experts(place: Place) -> bool:
+def _is_beside_experts(place: NameSegment) -> bool:
     around = place.modules[place.name(place.at)]
     return any("expert" in name for name, _ in around.named_children())
 
 
-def _makes_outputs(place: Place) -> bool:
+def _makes_outputs(place: NameSegment) -> bool:
     """Return whether the module at that place is a head, and the layer computes its outputs.
 
     - The module is not a part of a numbered block: of a list, or of a Sequential that has several of one class. - No
@@ -61,8 +61,8 @@ def _makes_outputs(place: Place) -> bool:
     modules, linears, segments, at = place
     for i in (i for i in range(at) if segments[i].isdigit()):
         container, block = modules[place.name(i)], modules[place.name(i + 1)]
-        alike = [child for child in container.children() if type(child) is type(block)]
-        if not isinstance(container, torch.nn.Sequential) or len(alike) > 1:
+        same_type = [child for child in container.children() if type(child) is type(block)]
+        if not isinstance(container, torch.nn.Sequential) or len(same_type) > 1:
             return False
     names = (name.split(".") for name in linears)
     children = [name[at] for name in names if name[:at] == segments[:at] and len(name) > at]
@@ -75,7 +75,7 @@ def _makes_outputs(place: Place) -> bool:
     return following is None or linears[following].in_features != linears[fqn].out_features
 
 
-class Rule(NamedTuple):
+class HighPrecisionRule(NamedTuple):
     """Describes layers that stay in high precision.
 
     Attributes:
@@ -86,7 +86,7 @@ class Rule(NamedTuple):
 
     reason: str
     names: tuple[str, ...]
-    holds: Callable[[Place], bool] = lambda place: True
+    holds: Callable[[NameSegment], bool] = lambda place: True
 
 
 ADAPTER, ROUTER, HEAD = "LoRA adapter (default)", "router of experts (default)", "output head (default)"
@@ -106,17 +106,21 @@ _MOSTLY_HEADS = (
 
 RULES = (
     # PEFT's names, torchtitan's and diffusers'.
-    Rule(ADAPTER, ("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_magnitude_vector")),
+    HighPrecisionRule(
+        ADAPTER, ("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_magnitude_vector")
+    ),
     # transformers and torchtitan call what chooses a mixture's experts so, or hold it in a module of that name.
-    Rule(ROUTER, ("router",)),
+    HighPrecisionRule(ROUTER, ("router",)),
     # Layers of a feed-forward have these names as well.
-    Rule(ROUTER, ("gate", "gating", "*_gate"), _is_beside_experts),
+    HighPrecisionRule(ROUTER, ("gate", "gating", "*_gate"), _is_beside_experts),
     # Nothing else has this name.
-    Rule(HEAD, ("lm_head",)),
+    HighPrecisionRule(HEAD, ("lm_head",)),
     # torchtitan 0.2, Llama's reference code. It has to be the layer's own: BERT's blocks have an ``output.dense``.
-    Rule(HEAD, ("output",), lambda place: place.at == len(place.segments) - 1 and _makes_outputs(place)),
+    HighPrecisionRule(
+        HEAD, ("output",), lambda place: place.at == len(place.segments) - 1 and _makes_outputs(place)
+    ),
     # Other layers have these names as well.
-    Rule(HEAD, _MOSTLY_HEADS, _makes_outputs),
+    HighPrecisionRule(HEAD, _MOSTLY_HEADS, _makes_outputs),
 )
 """The first that takes a layer says the reason."""
 
@@ -138,7 +142,7 @@ def default_reasons(
     found = {}
     for fqn in linears:
         segments = fqn.split(".")
-        places = [Place(modules, linears, segments, at) for at in range(len(segments))]
+        places = [NameSegment(modules, linears, segments, at) for at in range(len(segments))]
         taken_by = (
             rule
             for rule in RULES
@@ -147,11 +151,11 @@ def default_reasons(
         )
         if rule := next(taken_by, None):
             found[fqn] = rule.reason
-    heads = set(_told_heads(modules))
+    heads = set(_declared_heads(modules))
     return found | {fqn: HEAD for fqn, linear in linears.items() if linear in heads and fqn not in found}
 
 
-def _told_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn.Module]:
+def _declared_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """Yield the output heads that modules name themselves, whatever they call them."""
     for module in modules.values():
         if not callable(told := getattr(module, OUTPUTS, None)):

@@ -36,9 +36,9 @@ def kinds(fqns: Iterable[str]) -> list[str]:
     return list(map(name_of, found.values()))
 
 
-def name_of(alike: list[str]) -> str:
+def name_of(fqns: list[str]) -> str:
     """Return the name of one layer, or the kind of several."""
-    return alike[0] if len(alike) == 1 else kind_of(alike[0])
+    return fqns[0] if len(fqns) == 1 else kind_of(fqns[0])
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -47,6 +47,7 @@ def matches(pattern: str, fqn: str) -> bool:
     ``"lm_head"`` matches ``model.lm_head`` and ``lm_head.proj``, never ``lm_head2``; ``"layers.0"`` matches
     ``model.layers.0.mlp.up`` and not ``model.layers.01``.
     """
+    # Segment by segment, so that a * never reaches over a dot.
     segments, parts = fqn.split("."), pattern.split(".")
     return any(
         all(fnmatch.fnmatchcase(s, p) for s, p in zip(run, parts, strict=True))
@@ -87,6 +88,7 @@ class LayerChoices(Generic[Choice]):
     def __init__(self, option: str, given: Any, read: Callable[[Any], Choice], other: Choice) -> None:
         self.option, self._other = option, other
         self.is_for_all = not isinstance(given, Mapping)
+        # One choice for all is a pattern that matches every name.
         by_pattern = {"*": given} if self.is_for_all else given
         if unknown := [pattern for pattern in by_pattern if not isinstance(pattern, str)]:
             raise Float8ConfigError(
@@ -251,6 +253,7 @@ def idle_patterns(
         warnings.warn("; ".join(found), Float8Warning, stacklevel=4)
     kept = [fqn for fqn in converted if fqn in linears]
     for choices, layers in ((selection.recipes, converted), (selection.kept, kept)):
+        # A pattern that matches and never decides is idle, too: another one before it takes all of its layers.
         busy = set(map(choices.pattern_of, layers))
         patterns = [pattern for pattern in choices.by_pattern if pattern not in busy]
         if choices.is_for_all or not patterns:

@@ -97,6 +97,7 @@ def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options:
         )
     if recipe is None or isinstance(recipe, str | Recipe | Mapping):
         return
+    # torchao's second argument is a filter function, and nothing else that is callable is given there.
     if callable(recipe):
         raise Float8ConfigError(
             "the second argument of convert_to_float8 is the recipe, got a function; a filter is given by name: "
@@ -123,6 +124,7 @@ def why_nothing(model: torch.nn.Module, strict: bool) -> str:
     classes = {other.detail.partition(":")[0]: other.reason for other in other_weights(model)}
     whys = [f"{name} ({reason})" if reason else name for name, reason in classes.items()]
     others = f"; nor does f8sub convert its {', '.join(whys)}" if whys else ""
+    # By reason, and within it by kind of layer: a model of 80 blocks gets one line for each reason.
     reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     count = 0
     for fqn, module in model.named_modules():
@@ -234,5 +236,6 @@ class ReferenceWarning(LayerGuest):
     @override
     def planned(self, conversion: Conversion, plans: Sequence[Plan]) -> None:
         if not self._warned and (message := reference_warning(plans)):
+            # Layers that move to a device later are planned again.
             self._warned = True
             warnings.warn(message, Float8Warning, stacklevel=4)

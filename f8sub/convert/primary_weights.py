@@ -45,6 +45,7 @@ class PrimaryWeights(Guest):
         for weight in weights:
             local = local_tensor(weight)
             master = master_of(local)
+            # No master: the weight was dropped, and no optimizer can step it.
             is_taken = master is None or master.cell in self.taken
             if not is_taken and weight.requires_grad and is_primary(weight):
                 raise Float8ConfigError(
@@ -78,6 +79,7 @@ def refuse_without_master(chosen: Sequence[Chosen], options: Mapping[str, Any]) 
     if not options["primary_weights"]:
         return
     for _, fqn, plan, _, _ in chosen:
+        # All layers first: this reason holds for any gather option.
         refuse_delayed(fqn, plan.recipe)
     for _, fqn, plan, gathered, _ in chosen:
         if not gathered:
@@ -125,6 +127,7 @@ def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
     Raises:
         Float8ConfigError: the values were dropped, or something holds on to the parameter as it was.
     """
+    # Optimizers step float32 masters, whatever dtype the model has.
     to_codes(parameter, torch.float32)
     local = local_tensor(parameter)
     master = local.primary.master if isinstance(local, PrimaryWeight) else None

@@ -88,6 +88,7 @@ def _by_names(model: torch.nn.Module) -> list[str]:
     found = []
     for fqn, module in model.named_modules():
         linears = [name for name, child in module.named_children() if isinstance(child, torch.nn.Linear)]
+        # Both names have to be there: a "gate" alone is a router.
         pairs = [name for pair in PAIRS if set(pair) <= set(linears) for name in pair]
         names = [*pairs, *(name for name in FUSED if name in linears)]
         found += [f"{fqn}.{name}" if fqn else name for name in names]
@@ -119,11 +120,13 @@ class _StraightThrough(torch.autograd.Function):
         if torch.compiler.is_compiling():
             enter_graph_functions()
             return _in_graph(y, block)
+        # y [..., N] as [rows * N / block, block]: a block is one row, with one scale.
         rows = y.reshape(-1, block)
         return dequantize(present(quantize(rows, FORMAT, None).rowwise), y.dtype).view(y.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        # Straight through: the rounding has no gradient of its own.
         return dy
 
 

@@ -83,6 +83,7 @@ class _ShardedHistories(Histories):
         """
         written = [state.notice_writes() for state in self.states]
         if any(written):
+            # The loaded histories cover all steps so far: to roll now would count the last one twice.
             self._guest.loaded_at = self._guest.steps
         return any(written)
 
@@ -141,7 +142,7 @@ class _ShardedHistories(Histories):
         )
         return False
 
-    def tell(self, found: torch.Tensor) -> list[str]:
+    def report(self, found: torch.Tensor) -> list[str]:
         return self._guest.errors_of(operands_met(self.names, found.view(-1, len(OPERANDS))))
 
 
@@ -229,7 +230,7 @@ class DelayedHistories(Guest):
             if isinstance(region, _ShardedHistories):
                 # Only if all ranks take a state dict: on some of them alone the reduction would wait for the others.
                 if region.due and region.all_settle(exchange):
-                    exchange.reduce(tell=False)
+                    exchange.reduce(report=False)
                 exchange.settle()
 
     @override
@@ -263,6 +264,7 @@ class DelayedHistories(Guest):
         since, self._rolled_at = self.covered(self._rolled_at), self.steps
         if not (held := self.held()):
             return
+        # Weights that were sharded since may have an exchange now, which rolls them.
         self._conversion.refresh()
         for exchange in self._conversion.exchanges.values():
             # No all-gather brings the ranks together, so they agree: one alone may have stepped.
@@ -272,7 +274,7 @@ class DelayedHistories(Guest):
                 elif exchange.all_arrive(
                     exchange.layout.ranks, "roll", exchange.opened, self._rolls(exchange)
                 ):
-                    exchange.reduce(tell=False)
+                    exchange.reduce(report=False)
                 exchange.settle()
         alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
         # Recipes of ``autocast`` contexts: another rank may not have entered them, so nothing of theirs is reduced.
@@ -327,7 +329,7 @@ class DelayedHistories(Guest):
         self._staged = staged_now
         if capture is not None:
             capture.launch_if(launched_while_unknown(histories.states, None))
-            capture.before_replay(self._tell_staged)
+            capture.before_replay(self._report_staged)
             capture.after_replay(lambda: self._rolled(staged_now, histories.states))
             capture.if_it_fails(lambda: setattr(self, "_staged", None))
 
@@ -343,7 +345,7 @@ class DelayedHistories(Guest):
 
     def before_capture(self) -> None:
         """Read what is on its way to the host, and set the gates of regions."""
-        self._tell_staged()
+        self._report_staged()
         for _, state in self.held():
             state.notice_writes()
         for exchange in self._conversion.exchanges.values():
@@ -351,11 +353,11 @@ class DelayedHistories(Guest):
             if isinstance(region, _ShardedHistories):
                 region.set_gate()
 
-    def _tell_staged(self) -> None:
+    def _report_staged(self) -> None:
         self._read()
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         operands, self._non_finite = self._non_finite, []
         for message in self.errors_of(operands):
             raise Float8NumericsError(message)
@@ -373,7 +375,7 @@ class DelayedHistories(Guest):
         self._roll_unasked()
         if self._staged is not None and self._staged[1].there and current_capture() is None:
             self._read()
-        self._tell()
+        self._report()
 
     def errors_of(self, operands: Sequence[str]) -> list[str]:
         """Return the error for operands whose amax was left out of the histories, if it is one.

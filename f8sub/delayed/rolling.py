@@ -64,8 +64,10 @@ class Histories:
         amaxes = [history[0] for state in self.states for history in state.histories]
         non_finite = [flag for state in self.states for flag in state.flags]
         if all(state.members is None for state in self.states):
+            # [amaxes | flags, layers, x w dy]: both are stored as x, w, dy of each layer in turn.
             self._own = torch.stack([*amaxes, *non_finite]).view(2, -1, 3)
             return self._own
+        # Stacks have several rows each, so rows are joined operand by operand.
         of_operands = [
             torch.cat([entry.view(-1) for entry in entries[operand::3]])
             for entries in (amaxes, non_finite)

@@ -87,6 +87,7 @@ class ScalingState(torch.nn.Module):
         self.x_past = 0
         self.is_known = False
         self._scale_version = 0
+        # Not as inference tensors, wherever the state begins: training writes to the buffers later.
         with torch.inference_mode(mode=False):
             each = () if members is None else (members,)
             for name in ("scale", "age"):
@@ -237,17 +238,17 @@ def roll(states: Sequence[ScalingState], staged: torch.Tensor) -> None:
         staged: float32, (members of all states, 3): finite amaxes since the last roll, of all ranks where they are
             shared; a state that is no stack has one member.
     """
-    alike = defaultdict(list)
+    by_recipe = defaultdict(list)
     roll_number = next(_generations)
     for state, of_state in zip(states, staged.split(sizes_of(states)), strict=True):
         state.notice_writes()
         # Layers that had the same x's and rolled together still have one history.
         state.x_past = hash((state.x_past, roll_number))
-        alike[state.recipe, state.members is None].append((state, of_state))
+        by_recipe[state.recipe, state.members is None].append((state, of_state))
     with torch.inference_mode(mode=False), torch.no_grad():
-        for (recipe, _), members in alike.items():
-            of_recipe = staged if len(alike) == 1 else torch.cat([of_state for _, of_state in members])
-            _roll_alike(recipe, [state for state, _ in members], of_recipe)
+        for (recipe, _), members in by_recipe.items():
+            of_recipe = staged if len(by_recipe) == 1 else torch.cat([of_state for _, of_state in members])
+            _roll_of_recipe(recipe, [state for state, _ in members], of_recipe)
     _look_for_scales(states)
 
 
@@ -294,7 +295,7 @@ def _all_made(states: Sequence[ScalingState]) -> torch.Tensor:
     return torch.cat(scales).all()
 
 
-def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
+def _roll_of_recipe(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor) -> None:
     """Roll the histories of states with one recipe, all of them stacks, or none."""
     scaling, sizes = states[0].scaling, None if states[0].members is None else sizes_of(states)
     histories = [history for state in states for history in state.histories]
@@ -311,7 +312,7 @@ def _roll_alike(recipe: Recipe, states: list[ScalingState], staged: torch.Tensor
     seen = staged > 0
     amax = _amax_of(history.flatten(1), scaling).view_as(staged)
     made = torch.zeros_like(scale)
-    for (format, margin), columns in _columns_alike(recipe, scaling).items():
+    for (format, margin), columns in _columns_by_format(recipe, scaling).items():
         # Not indexed by a list: a copy of that to a GPU is waited for.
         of_format = [torch.stack([each[:, column] for column in columns], 1) for each in (amax, scale)]
         of_columns = _scale_of(of_format[0], of_format[1], format, margin, scaling)
@@ -366,7 +367,9 @@ def _checked(made: Any, like: torch.Tensor, algorithm: str) -> torch.Tensor:
     return made.to(like)
 
 
-def _columns_alike(recipe: Recipe, scaling: DelayedScaling) -> dict[tuple[Float8Format, float], list[int]]:
+def _columns_by_format(
+    recipe: Recipe, scaling: DelayedScaling
+) -> dict[tuple[Float8Format, float], list[int]]:
     columns = defaultdict(list)
     for column, operand in enumerate(OPERANDS):
         row, col = recipe.formats(operand)

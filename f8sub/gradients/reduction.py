@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError, Float8RankMismatchError
-from f8sub.gradients.wire import Chunk, Layout, Source, add, chunk_size, layout_of, pack
+from f8sub.gradients.wire import Chunk, GradientChunks, Layout, add, chunk_size, layout_of, pack
 from f8sub.torch_compat import (
     CHUNK_CATS,
     WORKS_WITH,
@@ -206,7 +206,7 @@ class Float8ReduceScatter:
         # With two hops the first one sends bfloat16 within the host, where bytes cost little.
         layout = layout_of(tuple(chunk_size(g.shape, ranks) for g in gradients), codes=self._hops is None)
         sources = [
-            Source(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
+            GradientChunks(gradient.detach().contiguous().view(-1), chunk.size, gradient.numel())
             for gradient, chunk in zip(gradients, layout.chunks, strict=True)
         ]
         hosts = 1 if self._hops is None else self._hops.across.size()
@@ -269,7 +269,8 @@ class Float8ReduceScatter:
         add(received, Layout(chunks, False, received.shape[1], hosts * width), 1.0, sums)
         coded = layout_of(tuple(chunk.size for chunk in layout.chunks))
         sources = [
-            Source(sums[chunk.out_at :], width, (hosts - 1) * width + chunk.size) for chunk in layout.chunks
+            GradientChunks(sums[chunk.out_at :], width, (hosts - 1) * width + chunk.size)
+            for chunk in layout.chunks
         ]
         return coded, pack(sources, coded, hosts)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 FIRST_PROGRAM, SIZE, CODE_AT, SCALE_AT, OUT_AT, STRIDE, LENGTH, FIELDS = map(tl.constexpr, range(8))
-"""What the numbers of one chunk say: its first program, and those of ``layout.Chunk`` and ``wire.Source``."""
+"""What the numbers of one chunk say: its first program, and those of ``layout.Chunk`` and ``wire.GradientChunks``."""
 
 
 @triton.jit

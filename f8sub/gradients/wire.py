@@ -134,7 +134,7 @@ Place = tuple[torch.device, int]
 
 
 def pack_launches(
-    sources: "Sequence[Source]", layout: Layout, hosts: int, out: torch.Tensor
+    sources: "Sequence[GradientChunks]", layout: Layout, hosts: int, out: torch.Tensor
 ) -> "list[Launch]":
     """Return the launches that fill ``out``, one for each dtype and alignment; see ``pack``."""
     from f8sub.gradients import triton_kernels
@@ -242,7 +242,7 @@ def _place_of(out: torch.Tensor) -> Place:
     return out.device, torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
 
 
-class Source(NamedTuple):
+class GradientChunks(NamedTuple):
     """Tells where the chunks of one gradient are read: each rank's begins ``stride`` elements behind the one before.
 
     ``data`` is float32, bfloat16 or float16, and contiguous; elements behind the first ``length`` are 0.
@@ -253,7 +253,7 @@ class Source(NamedTuple):
     length: int
 
 
-def pack(sources: Sequence[Source], layout: Layout, ranks: int, hosts: int = 1) -> torch.Tensor:
+def pack(sources: Sequence[GradientChunks], layout: Layout, ranks: int, hosts: int = 1) -> torch.Tensor:
     """Pack what each of ``ranks`` is sent of a source for each chunk: uint8, (ranks, layout.row_bytes).
 
     Rows are in the order of ranks on their host first, so that equal parts go to the ranks of a host.

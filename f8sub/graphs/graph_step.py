@@ -170,6 +170,7 @@ class GraphedStep:
         """
         leaves, structure = tree_flatten((args, kwargs))
         leaves = [_sent(leaf, self._device) for leaf in leaves]
+        # A graph has shapes, dtypes and constants built in: each combination is another graph.
         key = structure, tuple(map(_key_of, leaves))
         for module in self._sharded:
             # A forward without a backward leaves the root's parameters whole, which replays do not write to.
@@ -266,6 +267,7 @@ class GraphedStep:
         """Launch a step from the host; the last one before a capture shows what a graph could not hold."""
         self._prepare()
         self._launched[key] += 1
+        # The last launched step is looked at for what a capture would fail on.
         is_last = self._given_up is None and self._launched[key] == self._launched_before(key)
         self._looks = {} if is_last else None
         for guest in (guest for conversion in self._conversions if is_last for guest in conversion.guests):
@@ -363,6 +365,7 @@ def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         yield
+    # The caller's stream reads what the step wrote.
     current.wait_stream(stream)
 
 

@@ -13,7 +13,7 @@ from f8sub.kernels import reference
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
-from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, Part, takes_part, why_no_kernel
+from f8sub.kernels.triton.support import ALIGNMENT, ROWWISE, VECTOR, ShardSlice, takes_slice, why_no_kernel
 from f8sub.torch_compat import is_capturing
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
@@ -35,7 +35,10 @@ def quantize(
     formats = [format for format in (rowwise, columnwise) if format is not None]
     is_current = prior is None and amax is None
     in_bands = (
-        is_current and rowwise is not None and columnwise is None and support.is_of_bands(rowwise, len(x))
+        is_current
+        and rowwise is not None
+        and columnwise is None
+        and support.has_scale_per_expert(rowwise, len(x))
     )
     if (
         x.dtype not in HIGH_PRECISION
@@ -63,7 +66,7 @@ def quantize(
             (rowwise, columnwise),
             (x, amax),
             lambda: (
-                quantize_grouped_launch.weight_quantization_in_bands(x, present(rowwise))
+                quantize_grouped_launch.quantization_of_stacked_weights(x, present(rowwise))
                 if in_bands
                 else quantize_launch.quantization(x, rowwise, columnwise, None, amax).made
             ),
@@ -140,8 +143,8 @@ def cast_into(
         offset: the row and column of the matrix that the part begins at.
         through: the dtype that ``x`` is rounded to first.
     """
-    part = Part(x.contiguous(), format, through, offset, scale, out.stride(0))
-    if takes_part(part) and out.stride(-1) == 1:
+    part = ShardSlice(x.contiguous(), format, through, offset, scale, out.stride(0))
+    if takes_slice(part) and out.stride(-1) == 1:
         from f8sub.kernels.triton import quantize_launch
 
         with support.device_of(x):
@@ -153,7 +156,7 @@ def cast_into(
 
 
 def cast_together(
-    parts: Sequence[Part | None], outs: Sequence[torch.Tensor]
+    parts: Sequence[ShardSlice | None], outs: Sequence[torch.Tensor]
 ) -> tuple[Callable[[torch.Tensor], None] | None, list[int]]:
     """``cast_into`` of parts that few launches cast.
 
@@ -173,13 +176,13 @@ def cast_together(
     taken = {
         number: part
         for number, part in enumerate(parts)
-        if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes_part(part)
+        if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes_slice(part)
     }
     if len(taken) < 2:
         return None, list(range(len(parts)))
     from f8sub.kernels.triton import quantize_launch
 
-    made = quantize_launch.Parts(list(taken.values()), [offsets[number] for number in taken])
+    made = quantize_launch.SliceCasts(list(taken.values()), [offsets[number] for number in taken])
     return made.run, [number for number in range(len(parts)) if number not in taken]
 
 

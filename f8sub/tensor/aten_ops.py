@@ -24,7 +24,7 @@ from f8sub.torch_compat import return_and_correct_aliasing, tree_leaves, tree_ma
 
 aten = torch.ops.aten
 
-_told: set[str] = set()
+_warned: set[str] = set()
 """Operators that were warned about."""
 
 
@@ -47,8 +47,8 @@ def in_high_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if composed is not NotImplemented:
         return composed
     read = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Float8Tensor))
-    if str(func) not in _told:
-        _told.add(str(func))
+    if str(func) not in _warned:
+        _warned.add(str(func))
         warnings.warn(
             f"{func} reads {read!r} in high precision: it is dequantized each time, {read.numel() * read.itemsize:,} "
             "bytes. That is right, and slower than a float8 layer. Where it is a weight that FSDP2 gathers, a module "
@@ -157,15 +157,15 @@ def _multiply(func: Any, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Te
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``tensor[3:7]`` and ``narrow``."""
     tensor, dim, *asked = (*args, 0)[:2] + args[2:]
-    lines = slicing.lines_of(tensor, dim)
-    if lines is None or kwargs:
+    axis = slicing.axis_of(tensor, dim)
+    if axis is None or kwargs:
         return in_high_precision(func, args, kwargs)
     start, stop, step = slice(*asked).indices(tensor.shape[dim])
     if step == 1:
-        out = slicing.cut(tensor, lines, start, max(start, stop))
+        out = slicing.cut(tensor, axis, start, max(start, stop))
         return return_and_correct_aliasing(func, args, kwargs, out)
     indices = torch.arange(start, stop, step, dtype=torch.int64, device=tensor.device)
-    return slicing.pick(tensor, lines, indices)
+    return slicing.pick(tensor, axis, indices)
 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
@@ -173,15 +173,13 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``split`` and ``chunk``."""
     tensor, sizes, dim = (*args, 0)[:3]
     dim = kwargs.get("dim", dim)
-    lines, whole = slicing.lines_of(tensor, dim), tensor.shape[dim]
-    if lines is None:
+    axis, whole = slicing.axis_of(tensor, dim), tensor.shape[dim]
+    if axis is None:
         return in_high_precision(func, args, kwargs)
     if isinstance(sizes, int):
         sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)] or [0]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        slicing.cut(tensor, lines, start, start + size) for start, size in zip(starts, sizes, strict=True)
-    ]
+    return [slicing.cut(tensor, axis, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 @implements(aten.index.Tensor, aten.index_select.default)
@@ -194,20 +192,20 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         tensor, dim, index = args
         is_of_rows = True
-    lines = slicing.lines_of(tensor, dim)
-    if lines is None or not is_of_rows:
+    axis = slicing.axis_of(tensor, dim)
+    if axis is None or not is_of_rows:
         return in_high_precision(func, args, kwargs)
     if index.dtype in (torch.bool, torch.uint8):
         index = index.nonzero().flatten()
     size = tensor.shape[dim]
-    return slicing.pick(tensor, lines, torch.where(index < 0, index + size, index).long())
+    return slicing.pick(tensor, axis, torch.where(index < 0, index + size, index).long())
 
 
 @implements(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``cat`` of Float8Tensors alone; with others among them, all are read in high precision."""
     tensors, dim = (*args, kwargs.get("dim", 0))[:2]
-    lines = slicing.lines_of(tensors[0], dim) if isinstance(tensors[0], Float8Tensor) else None
-    if lines is None or not all(isinstance(tensor, Float8Tensor) for tensor in tensors):
+    axis = slicing.axis_of(tensors[0], dim) if isinstance(tensors[0], Float8Tensor) else None
+    if axis is None or not all(isinstance(tensor, Float8Tensor) for tensor in tensors):
         return in_high_precision(func, args, kwargs)
-    return slicing.join(tensors, lines)
+    return slicing.join(tensors, axis)

@@ -15,7 +15,7 @@ from f8sub.formats import ALL, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
 
 
-class Lines(NamedTuple):
+class Axis(NamedTuple):
     """Names the rows or columns that an index of one dimension of a Float8Tensor stands for.
 
     Attributes:
@@ -27,19 +27,19 @@ class Lines(NamedTuple):
     each: int
 
 
-def lines_of(tensor: Float8Tensor, dim: int) -> Lines | None:
+def axis_of(tensor: Float8Tensor, dim: int) -> Axis | None:
     """Return the rows or columns that a dimension counts; None for a dimension between the first and the last."""
     if dim % tensor.dim() == tensor.dim() - 1:
-        return Lines(1, 1)
-    return Lines(0, math.prod(tensor.shape[1:-1])) if dim % tensor.dim() == 0 else None
+        return Axis(1, 1)
+    return Axis(0, math.prod(tensor.shape[1:-1])) if dim % tensor.dim() == 0 else None
 
 
-def cut(tensor: Float8Tensor, lines: Lines, start: int, stop: int) -> Float8Tensor:
+def cut(tensor: Float8Tensor, axis: Axis, start: int, stop: int) -> Float8Tensor:
     """Return the part of a tensor from ``start`` to ``stop``; data of the usage that is cut along its rows are views.
 
     Args:
         tensor: of any shape.
-        lines: what is cut.
+        axis: what is cut.
         start: first index.
         stop: one past the last, at least ``start``.
 
@@ -49,40 +49,40 @@ def cut(tensor: Float8Tensor, lines: Lines, start: int, stop: int) -> Float8Tens
 
     def apply(usage: str, operand: Operand, dim: int) -> Operand:
         # An empty part begins at 0, which is between tiles.
-        first, last = (start * lines.each, stop * lines.each) if start < stop else (0, 0)
+        first, last = (start * axis.each, stop * axis.each) if start < stop else (0, 0)
         multiple, whole = _multiple(operand, dim), operand.shape[dim]
         if any(place % multiple and place != whole for place in (first, last)):
             raise Float8ShapeError(
-                f"{tensor!r} cannot be cut to {_named(lines)} {first} to {last}: its {usage} scales or bytes belong "
-                f"to {multiple} {_named(lines)} each. Cut it at multiples of {multiple}{_otherwise(tensor, usage)}"
+                f"{tensor!r} cannot be cut to {_named(axis)} {first} to {last}: its {usage} scales or bytes belong "
+                f"to {multiple} {_named(axis)} each. Cut it at multiples of {multiple}{_otherwise(tensor, usage)}"
             )
         return _cut_operand(operand, dim, first, last)
 
-    return _with_dim(tensor, lines, stop - start, apply)
+    return _with_dim(tensor, axis, stop - start, apply)
 
 
-def pick(tensor: Float8Tensor, lines: Lines, index: torch.Tensor) -> Float8Tensor:
+def pick(tensor: Float8Tensor, axis: Axis, index: torch.Tensor) -> Float8Tensor:
     """Return copies of the rows or columns of ``index``, in its order.
 
     Args:
         tensor: of any shape.
-        lines: what is picked.
+        axis: what is picked.
         index: int64, (count,), not negative.
 
     Raises:
         Float8ShapeError: a usage has scales or bytes for several of them, but not for all.
     """
-    if lines.each > 1:
+    if axis.each > 1:
         index = (
             # One index of the first dimension of (E, N, K) is N rows of the matrix [E * N, K].
-            index[:, None] * lines.each + torch.arange(lines.each, dtype=index.dtype, device=index.device)
+            index[:, None] * axis.each + torch.arange(axis.each, dtype=index.dtype, device=index.device)
         ).flatten()
 
     def apply(usage: str, operand: Operand, dim: int) -> Operand:
         if (multiple := _multiple(operand, dim)) > 1:
             raise Float8ShapeError(
-                f"{tensor!r} has no single {_named(lines)} to pick: its {usage} scales or bytes belong to {multiple} "
-                f"{_named(lines)} each. Cut it by slices at multiples of {multiple}{_otherwise(tensor, usage)}"
+                f"{tensor!r} has no single {_named(axis)} to pick: its {usage} scales or bytes belong to {multiple} "
+                f"{_named(axis)} each. Cut it by slices at multiples of {multiple}{_otherwise(tensor, usage)}"
             )
         scale_inv = operand.scale_inv
         if _edge(operand, dim) != ALL:
@@ -90,46 +90,46 @@ def pick(tensor: Float8Tensor, lines: Lines, index: torch.Tensor) -> Float8Tenso
         data = _as_bytes(lambda codes: codes.index_select(dim, index), operand.data)
         return operand._replace(data=data, scale_inv=scale_inv)
 
-    return _with_dim(tensor, lines, len(index) // lines.each, apply)
+    return _with_dim(tensor, axis, len(index) // axis.each, apply)
 
 
-def join(tensors: Sequence[Float8Tensor], lines: Lines) -> Float8Tensor:
+def join(tensors: Sequence[Float8Tensor], axis: Axis) -> Float8Tensor:
     """Return tensors one after the other, in the usages that all of them have.
 
     Args:
         tensors: of one dtype, of formats that are the same, of shapes that differ in the joined dimension alone.
-        lines: what they are joined along.
+        axis: what they are joined along.
 
     Raises:
         Float8ConfigError: the dtypes or formats differ, or there is no usage that all have.
         Float8ShapeError: a tile would lie in two of them, or they have different scales where one is for all.
     """
     first = tensors[0]
-    row = _join_operands([tensor.rowwise for tensor in tensors], lines.dim, "rowwise")
-    col = _join_operands([tensor.columnwise for tensor in tensors], 1 - lines.dim, "columnwise")
+    row = _join_operands([tensor.rowwise for tensor in tensors], axis.dim, "rowwise")
+    col = _join_operands([tensor.columnwise for tensor in tensors], 1 - axis.dim, "columnwise")
     if (row is None and col is None) or len({tensor.dtype for tensor in tensors}) > 1:
         raise Float8ConfigError(
             f"cannot join {', '.join(map(repr, tensors))}: they have no usage in common, or other dtypes; join what "
             ".dequantize() returns"
         )
     leading = list(first.shape[:-1])
-    if lines.dim == 0:
+    if axis.dim == 0:
         leading[0] = sum(tensor.shape[0] for tensor in tensors)
     return Float8Tensor(row, col, first.dtype, leading)
 
 
 def _with_dim(
-    tensor: Float8Tensor, lines: Lines, size: int, apply: Callable[[str, Operand, int], Operand]
+    tensor: Float8Tensor, axis: Axis, size: int, apply: Callable[[str, Operand, int], Operand]
 ) -> Float8Tensor:
     """Apply a function to both usages, of which the columnwise one has rows and columns swapped."""
     row, col = (
         None if operand is None else apply(usage, operand, dim)
         for usage, operand, dim in (
-            ("rowwise", tensor.rowwise, lines.dim),
-            ("columnwise", tensor.columnwise, 1 - lines.dim),
+            ("rowwise", tensor.rowwise, axis.dim),
+            ("columnwise", tensor.columnwise, 1 - axis.dim),
         )
     )
-    leading = (size, *tensor.shape[1:-1]) if lines.dim == 0 else tensor.shape[:-1]
+    leading = (size, *tensor.shape[1:-1]) if axis.dim == 0 else tensor.shape[:-1]
     return Float8Tensor(row, col, tensor.dtype, leading)
 
 
@@ -161,8 +161,8 @@ def _join_operands(of_each: list[Operand | None], dim: int, usage: str) -> Opera
         )
     is_shared = _edge(first, dim) == ALL
     for operand in operands[1:]:
-        alike = not is_shared or _same_memory(first.scale_inv, operand.scale_inv)
-        if not (alike and _same_memory(first.global_scale_inv, operand.global_scale_inv)):
+        is_same = not is_shared or _same_memory(first.scale_inv, operand.scale_inv)
+        if not (is_same and _same_memory(first.global_scale_inv, operand.global_scale_inv)):
             raise Float8ShapeError(
                 f"cannot join {usage} codes of {first.format}: each has a scale for all of its own, and together they "
                 "would have one, as only parts of one tensor do; join what .dequantize() returns"
@@ -180,8 +180,8 @@ def _same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Return whether two scales are one; compared by place, because comparing values waits for the device."""
     if a is None or b is None:
         return a is b
-    alike = a.shape == b.shape and a.storage_offset() == b.storage_offset()
-    return alike and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    is_same = a.shape == b.shape and a.storage_offset() == b.storage_offset()
+    return is_same and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _as_bytes(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
@@ -202,8 +202,8 @@ def _multiple(operand: Operand, dim: int) -> int:
     return depth if edge == ALL else math.lcm(edge, depth)
 
 
-def _named(lines: Lines) -> str:
-    return ("rows", "columns")[lines.dim]
+def _named(axis: Axis) -> str:
+    return ("rows", "columns")[axis.dim]
 
 
 def _otherwise(tensor: Float8Tensor, usage: str) -> str:

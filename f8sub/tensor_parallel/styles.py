@@ -52,6 +52,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer = _converted(module, self)
+        # A replicated input is not gathered, so any recipe will do.
         if self.input_layouts[0].is_shard():
             check_can_be_sent(layer.plan.recipe, layer.fqn, shared=False)
         with _histories_left_alone(layer):
@@ -121,6 +122,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         input_layout: Placement | None,
         desired_layout: Placement | None,
     ) -> Any:
+        # Masks, positions and inputs that are in float8 already go torch's way.
         if input_layout is None or not isinstance(input, torch.Tensor) or input.dtype not in HIGH_PRECISION:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         x = _as_dtensor(input, mesh, input_layout)
@@ -145,6 +147,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 f"{type(self).__name__}: {type(module).__name__} has no converted layers; call convert_to_float8 "
                 "before parallelize_module, or take torch's PrepareModuleInput"
             )
+        # One x is sent once, so all that read it have to take the same float8.
         first, recipe = layers[0], layers[0].plan.recipe
         for layer in layers:
             if layer.plan.recipe.formats("x") != recipe.formats("x"):
@@ -257,12 +260,14 @@ class _Gather(torch.autograd.Function):
         # backward reduces dx [..., K], a partial sum on each rank, to the shards that x came in.
         ctx.placements = x.placements
         local = x._local_tensor.to(dtype)
+        # x [tokens of this rank, K]
         matrix = local.reshape(-1, local.shape[-1])
         operand, _, amax = quantize(matrix, format, None, source)
         if operand is None:
             raise RuntimeError("quantize returned no rowwise operand for a rowwise format")
         if amax is not None:
             source.keep(amax)
+        # Rowwise alone: wgrad's columnwise operand is derived from these data, on each rank.
         whole = Float8Tensor(_gathered_rows(operand, x), None, dtype, x.shape[:-1])
         return DTensor.from_local(
             whole, x.device_mesh, (Replicate(),), run_check=False, shape=x.shape, stride=x.stride()
@@ -287,6 +292,7 @@ def _gathered_rows(operand: Operand, x: DTensor) -> Operand:
     stride = torch.empty(shape, dtype=rows.dtype, device="meta").stride()
     sent = DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
     received = sent.redistribute(placements=(Replicate(),)).to_local().reshape(-1, shape[-1])
+    # [tokens of all ranks, K]: the gathered rows split into data and scales again.
     codes = received[:, : data.shape[1]].contiguous().view(data.dtype)
     if not format.tile.is_whole:
         scale_inv = received[:, data.shape[1] :].contiguous().view(scale_inv.dtype)
@@ -319,6 +325,7 @@ def _converted(module: torch.nn.Module, style: Any) -> Float8Linear:
 @contextlib.contextmanager
 def _histories_left_alone(layer: Float8Linear) -> Iterator[None]:
     """Hide a layer's histories: torch's styles take every module in a linear layer for one, and shard its buffers."""
+    # Taken out while the style runs, and put back as it was.
     states = layer._modules.pop("scaling_states", None)
     try:
         yield

@@ -92,12 +92,12 @@ def first_common(point: str, offers: Sequence[str], world: int) -> str | None:
     return offer if answer == "yes" else None
 
 
-def tell(ticket: str) -> None:
+def announce(ticket: str) -> None:
     """Say that this rank, about to join a collective, saw what ``ticket`` names."""
     default_store().add(ticket, 1)
 
 
-def all_told(ticket: str, world: int) -> bool:
+def all_announced(ticket: str, world: int) -> bool:
     """Return whether all ranks told, the same answer everywhere; each that told asks once, after the collective."""
     store = default_store()
     # One atomic add both leaves the point and reads how many ranks told. The collective is over, so none tells later.
@@ -122,7 +122,7 @@ def _delete(store: Any, *keys: str) -> None:
             store.delete_key(key)
 
 
-class _Slot:
+class _PooledGroup:
     """A process group, how many collectives its users called so far, and who has it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -141,7 +141,7 @@ class OwnGroup:
     Its ranks share the name ``life``. No other user has it, not even in restarted processes, which a store may outlive.
     """
 
-    def __init__(self, slot: _Slot, life: str) -> None:
+    def __init__(self, slot: _PooledGroup, life: str) -> None:
         self._slot, self.life = slot, life
         slot.user = weakref.ref(self)
 
@@ -157,7 +157,7 @@ class _Pool:
     def __init__(self, ranks: tuple[int, ...], device: str) -> None:
         self._ranks = ranks
         self._uses = 0
-        self.slots: list[_Slot] = []
+        self.slots: list[_PooledGroup] = []
         group = self._new_slot().group
         # For a name that these ranks share and no ranks before them.
         nonce = torch.tensor(list(os.urandom(8)), dtype=torch.uint8, device=device)
@@ -183,9 +183,9 @@ class _Pool:
         chosen = first_common(f"f8sub/{life}/group", list(offers), len(self._ranks))
         return OwnGroup(self._new_slot() if chosen is None else offers[chosen], life)
 
-    def _new_slot(self) -> _Slot:
+    def _new_slot(self) -> _PooledGroup:
         # Synchronized by these ranks only: other ranks of the job do not come here.
-        self.slots.append(_Slot(dist.new_group(list(self._ranks), use_local_synchronization=True)))
+        self.slots.append(_PooledGroup(dist.new_group(list(self._ranks), use_local_synchronization=True)))
         return self.slots[-1]
 
 

@@ -161,7 +161,7 @@ class Findings:
         self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]
         self._shards, self._regions = table.shards, [region for region, _ in told]
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Warn, or raise Float8NumericsError with the names of the layers, on every rank alike."""
         found = self._copy.read()
         # The usual case: one look at host memory, and no text is made.
@@ -181,7 +181,7 @@ class Findings:
         bad = [fqn for fqn, amax in entries if weights[amax.storage_offset() :][: amax.numel()].any()]
         messages = [bad_weights(bad, "on this or another rank")] if bad else []
         for region, of_region in zip(self._regions, of_regions, strict=True):
-            messages += region.tell(of_region) if of_region.any() else []
+            messages += region.report(of_region) if of_region.any() else []
         if messages:
             raise Float8NumericsError(". ".join(messages))
 

@@ -47,7 +47,7 @@ class Region(Protocol):
         one dimension and a constant length: not 0 where there is something to tell.
         """
 
-    def tell(self, found: torch.Tensor) -> list[str]:
+    def report(self, found: torch.Tensor) -> list[str]:
         """Return the errors for what ``read`` returned, once that came to the host; may warn instead."""
 
 
@@ -332,14 +332,14 @@ class Conversion:
         # Tied weights are one storage and so one cell: the second name finds the first one's shard here.
         shards = {shard.master.cell: shard for e in self.exchanges.values() for shard in e.table.shards}
         # Weights with the same three sets of ranks share one table and one all-reduce.
-        alike = defaultdict(list)
+        by_ranks = defaultdict(list)
         for record, weight in new:
             if not sharded_dims(weight) and (record.module, record.name) not in dtypes:
                 continue
             layout = ShardLayout.of(weight, record.fqn, apart=record not in past)
-            alike[layout.group, layout.sharers, layout.ranks].append((record, layout))
+            by_ranks[layout.group, layout.sharers, layout.ranks].append((record, layout))
         # Sorted by name before, so every rank comes to the same collectives in the same order.
-        for ranks, members in alike.items():
+        for ranks, members in by_ranks.items():
             exchange = self.exchanges.get(ranks) or Exchange(self, members[0][1])
             if not self._checked(members, dtypes, exchange, asked):
                 continue

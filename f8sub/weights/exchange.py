@@ -40,7 +40,7 @@ import torch.distributed as dist
 from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.torch_compat import after_reductions, graph_task, is_capturing
-from f8sub.weights.agreement import PATIENCE, OwnGroup, all_arrive, all_told, own_group, tell
+from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.shard import Shard
@@ -187,7 +187,7 @@ class Exchange:
             return
         if not self.gathers:
             # All findings but the last are on the host by now, so nothing waits.
-            self._tell(-1)
+            self._report(-1)
             return
         self._requested = False
         # An open exchange without regions needs no question: ranks that forgot this call
@@ -209,11 +209,11 @@ class Exchange:
         before = self._changes_covered, self.generation
         self._captured = True
         capture.if_it_fails(lambda: self._not_captured(*before))
-        self.reduce(tell=False, with_regions=True)
+        self.reduce(report=False, with_regions=True)
         self.settle()
         found = self._findings[-1]
         # What a replay finds is copied to the same host memory each time: read it before the next replay writes there.
-        capture.before_replay(lambda: self._tell(None))
+        capture.before_replay(lambda: self._report(None))
         capture.after_replay(lambda: self._findings.append(found))
         capture.keep(self.table, self.table.whole)
 
@@ -224,7 +224,7 @@ class Exchange:
     def before_capture(self) -> None:
         """Finish what a graph could not wait for, and report what is known of the weights."""
         self.settle()
-        self._tell(None)
+        self._report(None)
         self._written = None
 
     def _not_captured(self, changes: int, generation: int) -> None:
@@ -266,15 +266,15 @@ class Exchange:
             )
         self.reduce(with_regions=True)
 
-    def reduce(self, *, tell: bool = True, with_regions: bool = False) -> None:
+    def reduce(self, *, report: bool = True, with_regions: bool = False) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` computes the scales from it.
 
-        Raises Float8NumericsError if the reduction before found NaN or infinity; ``tell=False`` leaves that for later.
-        Regions that are due ride along, or all of them.
+        Raises Float8NumericsError if the reduction before found NaN or infinity; ``report=False`` leaves that for
+        later. Regions that are due ride along, or all of them.
         """
         self.settle()
-        if tell:
-            self._tell(None)
+        if report:
+            self._report(None)
         table, layout = self.table, self.layout
         regions = [
             pair
@@ -323,11 +323,11 @@ class Exchange:
         self.generation += 1
         self._requests = 0
 
-    def _tell(self, end: int | None) -> None:
+    def _report(self, end: int | None) -> None:
         """Report what reductions found, those before ``end``: a later one may still be on its way to the host."""
         findings, self._findings = self._findings[:end], self._findings[len(self._findings[:end]) :]
         for found in findings:
-            found.tell()
+            found.report()
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
         """Return one rank's uint8 data for the all-gather of one weight, and a ticket for ``resolve`` or None.
@@ -354,7 +354,7 @@ class Exchange:
         ranks = dist.get_process_group_ranks(self.layout.group)
         ticket = self._place_of(self.layout.sharers, self.table.shards.index(shard), shard.gathers, ranks)
         # Before the all-gather, which therefore ends after all ranks told: ``resolve`` reads a final count.
-        tell(ticket)
+        announce(ticket)
         # Cast at once, with the old scales: if another rank did not change, these data stand.
         return shard.layout.stacked(shard.cast(source, beyond_range=_RANGE_SLACK)), ticket
 
@@ -389,7 +389,7 @@ class Exchange:
             # The count in the store is final once the all-gather ended, which on a GPU the host has to wait for.
             torch.cuda.current_stream(gathered.device).synchronize()
         index, sharers = self.table.shards.index(shard), self.layout.sharers
-        changed = all_told(ticket, self.layout.world)
+        changed = all_announced(ticket, self.layout.world)
         if changed and self.layout.world < len(sharers):
             # Ranks of other tensor-parallel parts take part in the reduction and not in this all-gather: ask them too.
             changed = self.all_arrive(sharers, index, shard.gathers)

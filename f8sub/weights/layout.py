@@ -91,10 +91,10 @@ class ShardLayout:
             if mesh_dim in others:
                 # Experts of other ranks are other weights: this rank's begin at row 0.
                 start[0], whole[0] = 0, size[0]
-        # ``holders`` fixes the mesh dimensions that split experts; ``alike`` keeps only those that shard this weight.
+        # ``holders`` fixes the mesh dimensions that split experts; own_mesh keeps only those that shard this weight.
         here = tuple(enumerate(mesh.get_coordinate() or ()))
         holders = mesh.mesh[tuple(place if i in others else slice(None) for i, place in here)]
-        alike = tuple(slice(None) if i in dims and i not in others else place for i, place in here)
+        own_mesh = tuple(slice(None) if i in dims and i not in others else place for i, place in here)
         # A replicated weight has no sharding dimension; it counts as one shard in a world of 1.
         return cls(
             whole=(whole[0], whole[1]),
@@ -108,7 +108,7 @@ class ShardLayout:
             offset=(start[0], start[1]),
             group=mesh.get_group(first or 0),
             world=1 if first is None else mesh.size(first),
-            sharers=tuple(sorted(mesh.mesh[alike].flatten().tolist())),
+            sharers=tuple(sorted(mesh.mesh[own_mesh].flatten().tolist())),
             ranks=tuple(holders.flatten().tolist()),
             device=mesh.device_type,
         )

@@ -64,20 +64,20 @@ class HeldWeights(Guest):
         if not records or (capturing and current_capture() is None):
             return
         if not capturing:
-            self._tell()
+            self._report()
         self._look(records)
         if (capture := current_capture()) is not None:
             # A replay writes to the same host memory, so the same looks are due again after each.
             looks = list(self._looks)
             capture.if_it_fails(lambda: self._looks.clear())
-            capture.before_replay(self._tell)
+            capture.before_replay(self._report)
             capture.after_replay(lambda: self._looks.extend(looks))
 
     def before_capture(self) -> None:
         """Report now, because a graph cannot."""
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         bad = []
         for weights, copy in self._looks:
             for (reference, state), is_finite in zip(weights, copy.read().tolist(), strict=True):

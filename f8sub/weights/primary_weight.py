@@ -198,7 +198,7 @@ class Primary:
         return dequantized.view(self.shape).to(self.dtype)
 
 
-class _Slot:
+class _PrimaryReference:
     """Names the weight that the views of one handle belong to; None for zeros that FSDP2 made to copy a weight into."""
 
     __slots__ = ("primary",)
@@ -226,10 +226,12 @@ class PrimaryWeight(Weight):
     """What an instance holds besides the attributes that users set on their parameters."""
 
     _geometry: torch.Tensor
-    _slot: _Slot
+    _slot: _PrimaryReference
 
     @staticmethod
-    def __new__(cls: type[Self], geometry: torch.Tensor, slot: _Slot, device: torch.device) -> Self:
+    def __new__(
+        cls: type[Self], geometry: torch.Tensor, slot: _PrimaryReference, device: torch.device
+    ) -> Self:
         """See ``of``; ``geometry`` is a meta tensor of this view's shape, strides and dtype."""
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -242,13 +244,15 @@ class PrimaryWeight(Weight):
         self._geometry, self._slot = geometry, slot
         return self
 
-    def __init__(self, geometry: torch.Tensor, slot: _Slot, device: torch.device) -> None:
+    def __init__(self, geometry: torch.Tensor, slot: _PrimaryReference, device: torch.device) -> None:
         super().__init__()
 
     @classmethod
     def of(cls: type[Self], primary: Primary, device: torch.device) -> Self:
         """Return a handle of the whole weight, or of this rank's whole shard of it."""
-        return cls(torch.empty(primary.shape, dtype=primary.dtype, device="meta"), _Slot(primary), device)
+        return cls(
+            torch.empty(primary.shape, dtype=primary.dtype, device="meta"), _PrimaryReference(primary), device
+        )
 
     @property
     def primary(self) -> Primary:
@@ -494,7 +498,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         moved = Primary(primary.record, primary.fqn, primary.shape, primary.dtype, sharded=False)
         moved.codes = primary.codes.to(device)
-        return type(weight)(weight._geometry, _Slot(moved), device)
+        return type(weight)(weight._geometry, _PrimaryReference(moved), device)
     return type(weight)(weight._geometry, weight._slot, device)
 
 
@@ -509,7 +513,7 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = {name: value for name, value in kwargs.items() if value is not None}
     geometry = func(weight._geometry, *args[1:], **{**options, "device": "meta"})
     if geometry.dtype == weight.dtype and torch.device(options.get("device", weight.device)) == weight.device:
-        return type(weight)(geometry, _Slot(None), weight.device)
+        return type(weight)(geometry, _PrimaryReference(None), weight.device)
     return torch.zeros(geometry.shape, dtype=geometry.dtype, device=options["device"])
 
 

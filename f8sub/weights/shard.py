@@ -17,8 +17,8 @@ from f8sub.capture import current_capture
 from f8sub.formats import Float8Format, present
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
-from f8sub.kernels.triton.multi_tensor_launch import Matrix
-from f8sub.kernels.triton.support import ALIGNMENT, Part
+from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
+from f8sub.kernels.triton.support import ALIGNMENT, ShardSlice
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
     is_capturing,
@@ -140,13 +140,13 @@ class Shard:
         self.amax_of = local.state if was_fresh else None
 
     @property
-    def in_table(self) -> Matrix:
+    def in_table(self) -> ShardInTable:
         """The shard, and where its amaxes go."""
         tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.scales.amax.shape[1]
         row, col = first_tile(tile, offset)
         # Where the shard's first tile stands in the flat table: a shard may begin in the middle of a tile.
         entry = int(self.scales.amax.storage_offset()) + row * in_a_row + col
-        return Matrix(self.values, tile, offset, entry, in_a_row)
+        return ShardInTable(self.values, tile, offset, entry, in_a_row)
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""
@@ -176,13 +176,13 @@ class Shard:
             with preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
 
-    def part_of(self, source: Weight) -> Part | None:
+    def part_of(self, source: Weight) -> ShardSlice | None:
         """Return ``source``, see ``pending``, for a launch that casts many matrices; None where that cannot be."""
         values = self.layout.matrix(source.plain)
         if self.wire.carries_scales or not values.is_contiguous():
             return None
         width = self.wire.padded_shape[1]
-        return Part(values, self.format, self.dtype, self.layout.offset, self.scales.scale, width)
+        return ShardSlice(values, self.format, self.dtype, self.layout.offset, self.scales.scale, width)
 
     def pending(self, source: Weight) -> torch.Tensor:
         """Return the float8 data for FSDP2 to gather, of ``sent_shape``; ``source`` is on the device that gathers."""

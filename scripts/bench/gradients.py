@@ -92,7 +92,7 @@ def packing(
         )
         del flat
     sources = [
-        wire.Source(gradient.view(-1), chunk.size, gradient.numel())
+        wire.GradientChunks(gradient.view(-1), chunk.size, gradient.numel())
         for gradient, chunk in zip(gradients, layout.chunks, strict=True)
     ]
     for blocks in PROGRAMS if device.type == "cuda" else (wire.PACKED,):

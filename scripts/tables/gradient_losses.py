@@ -80,7 +80,7 @@ def exchanged(gradients: Gradients) -> list[Tensor]:
     sent = []
     for of_rank in gradients:
         sources = [
-            wire.Source(gradient.view(-1), chunk.size, gradient.numel())
+            wire.GradientChunks(gradient.view(-1), chunk.size, gradient.numel())
             for gradient, chunk in zip(of_rank, layout.chunks, strict=True)
         ]
         sent.append(wire.pack(sources, layout, RANKS))

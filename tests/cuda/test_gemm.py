@@ -101,8 +101,8 @@ def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
 
 def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
     """Of the third and fourth call; launches that are worked out anew make the same bits."""
-    monkeypatch.setattr(launch, "_known", {})
-    monkeypatch.setattr(launch, "_once", set())
+    monkeypatch.setattr(launch, "_launch_cache", {})
+    monkeypatch.setattr(launch, "_seen_once", set())
     for lines in ((512, 384), (16, 384)):
         for seed in range(4):
             rng = torch.Generator("cuda").manual_seed(seed)
@@ -110,10 +110,10 @@ def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
             a, b = (cuda.quantize(x, f, None)[0] for x, f in zip(drawn, our_pair, strict=True))
             found = blockwise.gemm_nt(a, b, torch.float32, False)
             with monkeypatch.context() as anew:
-                anew.setattr(launch, "_known", {})
+                anew.setattr(launch, "_launch_cache", {})
                 assert torch.equal(found, blockwise.gemm_nt(a, b, torch.float32, False))
     # Scales of other tiles are copied for the product, whose launches are not kept then.
-    assert None not in launch._known.values() or not {*our_pair} <= {VECTOR, BLOCK}
+    assert None not in launch._launch_cache.values() or not {*our_pair} <= {VECTOR, BLOCK}
 
 
 @pytest.mark.parametrize("depth", [100, 512, 513, 656, 896])

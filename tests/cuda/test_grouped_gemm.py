@@ -203,8 +203,8 @@ def by_column(a: Operand) -> Operand:
 )
 def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch):
     """Of the third and fourth call; launches that are worked out anew make the same bits."""
-    monkeypatch.setattr(launch, "_known", {})
-    monkeypatch.setattr(launch, "_once", set())
+    monkeypatch.setattr(launch, "_launch_cache", {})
+    monkeypatch.setattr(launch, "_seen_once", set())
     product = gemm.triton_by_rows if kind is ByRows else gemm.triton_over_rows
     for seed in range(4):
         a, b, rows = given_to(kind(PAIRS[pair], [130, 0, 119], 272, 400))
@@ -214,10 +214,10 @@ def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch)
             codes ^= 0x80 * torch.randint(0, 2, codes.shape, generator=rng, device="cuda").to(torch.uint8)
         found = product(a, b, rows, torch.float32, False)
         with monkeypatch.context() as anew:
-            anew.setattr(launch, "_known", {})
+            anew.setattr(launch, "_launch_cache", {})
             assert torch.equal(found, product(a, b, rows, torch.float32, False))
-    assert launch._known
-    assert None not in launch._known.values()
+    assert launch._launch_cache
+    assert None not in launch._launch_cache.values()
 
 
 def test_nothing_waits_and_a_graph_replays_other_groups():

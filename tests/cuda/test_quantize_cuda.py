@@ -45,7 +45,7 @@ def runs(monkeypatch) -> list[str]:
         return again(self, given)
 
     monkeypatch.setattr(launch._Prepared, "run", counted_again)
-    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(launch, "_launch_cache", {})
 
     def counted(self: launch.Launch) -> None:
         found.append(self.kernel.fn.__name__)
@@ -127,9 +127,9 @@ def test_the_columnwise_usage_of_codes(name, runs):
 @pytest.mark.parametrize("name", recasts.RECAST)
 def test_every_code_under_many_scales(name, runs):
     recasts.test_every_code_under_many_scales(name, "cuda")
-    lines = {"amax_of_code_columns", "recast_by_lines"}
+    lines = {"amax_of_code_columns", "requantize_lines"}
     kernels = set(runs) - {"prepared"}
-    assert kernels == (lines if FORMATS[name].tile == support.ROWWISE else {"recast_by_vectors"})
+    assert kernels == (lines if FORMATS[name].tile == support.ROWWISE else {"requantize_vectors"})
 
 
 def test_codes_of_more_elements_than_32_bits_count(runs):
@@ -142,7 +142,7 @@ def test_codes_of_more_elements_than_32_bits_count(runs):
     last = rowwise._replace(data=rowwise.data[:, -256:].cpu().contiguous(), scale_inv=rowwise.scale_inv.cpu())
     right = reference.derive_columnwise(last, format)
     assert_same_bits(found._replace(data=found.data[-256:], scale_inv=found.scale_inv[-256:]), right)
-    assert runs == ["quantize_rows", "amax_of_code_columns", "recast_by_lines"]
+    assert runs == ["quantize_rows", "amax_of_code_columns", "requantize_lines"]
 
 
 def test_more_elements_than_32_bits_count(runs):

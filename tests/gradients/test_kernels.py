@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from f8sub.gradients import wire
-from f8sub.gradients.wire import Layout, Source, chunk_size, layout_of
+from f8sub.gradients.wire import GradientChunks, Layout, chunk_size, layout_of
 from f8sub.kernels.triton import support
 from tests.data_sets import edge_values, gaussian, generator
 from tests.kernels.interpreted import needs_triton
@@ -32,8 +32,8 @@ def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
     return made
 
 
-def sources(of: list[torch.Tensor], layout: Layout) -> list[Source]:
-    return [Source(g.reshape(-1), c.size, g.numel()) for g, c in zip(of, layout.chunks, strict=True)]
+def sources(of: list[torch.Tensor], layout: Layout) -> list[GradientChunks]:
+    return [GradientChunks(g.reshape(-1), c.size, g.numel()) for g, c in zip(of, layout.chunks, strict=True)]
 
 
 def read(packed: torch.Tensor, layout: Layout) -> Iterator[torch.Tensor]:

@@ -217,7 +217,7 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
             mock.patch.object(launcher.Launch, "run", lambda self: worked_out.append(self) or launch(self)),
         ):
             call(**given)
-        known.append((len(launcher._known), len(worked_out)))
+        known.append((len(launcher._launch_cache), len(worked_out)))
         kept.update(map(weakref.ref, given.values()))
         made = [tensor for result in results for tensor in result]
         assert len({tensor.data_ptr() for tensor in made}) == len(made)
@@ -384,7 +384,7 @@ def copied(codes: bool) -> None:
         assert b_codes is b.data
         assert torch.equal(a_scale, a.scale_inv.t())
         assert torch.equal(b_scale, b.scale_inv.t())
-    assert list(launcher._known.values()) == [None]
+    assert list(launcher._launch_cache.values()) == [None]
 
 
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "scales"])
@@ -402,12 +402,12 @@ def crowded() -> None:
     again = [torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 256, 384)]
     for x in (*again, *again):
         cuda.quantize(x, VECTORS, None)
-    kept = dict(launcher._known)
+    kept = dict(launcher._launch_cache)
     assert len(kept) == 3
     for rows in range(16, 160, 16):
         cuda.quantize(torch.zeros(rows, 256, dtype=torch.bfloat16), VECTORS, None)
-        assert len(launcher._once) <= launcher.MOST
-    assert launcher._known == kept
+        assert len(launcher._seen_once) <= launcher.MOST
+    assert launcher._launch_cache == kept
 
 
 def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):

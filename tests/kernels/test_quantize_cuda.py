@@ -9,7 +9,7 @@ from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import support
-from f8sub.kernels.triton.support import Part
+from f8sub.kernels.triton.support import ShardSlice
 from f8sub.torch_compat import tensors_in_storage
 from tests.data_sets import DATA_SETS, edge_values, gaussian, generator, make
 from tests.kernels.interpreted import interpreted
@@ -158,7 +158,7 @@ PARTS = [
 @on_each_walk
 @interpreted
 def test_parts_with_known_scales(name, dtype, device):
-    """Parts of a matrix under its scales, some of which are NaN, into rows that are longer."""
+    """SliceCasts of a matrix under its scales, some of which are NaN, into rows that are longer."""
     format = FORMATS[name]
     matrix = make("lognormal", (300, 272), 8, dtype)
     scale = scales.scale_from_amax(scales.amax(matrix, format.tile), format)
@@ -181,7 +181,7 @@ def test_parts_with_known_scales(name, dtype, device):
 @on_each_walk
 @interpreted
 def test_many_parts_at_once(name, device):
-    """Parts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
+    """SliceCasts of matrices of two dtypes, of whole tiles and others, cast together and each by itself, twice."""
     format, given, right = FORMATS[name], [], []
     for seed, ((row, col), shape) in enumerate([*PARTS[:4], ((0, 0), (192, 256)), ((64, 0), (64, 384))]):
         for dtype in (torch.float32, torch.bfloat16):
@@ -190,7 +190,7 @@ def test_many_parts_at_once(name, device):
             scale = scales.scale_from_amax(scales.amax(whole.nan_to_num(), format.tile), format)
             part = whole[row:, col:].contiguous()
             stride = shape[1] + seed % 2 * 16
-            given.append(Part(part, format, torch.bfloat16, (row, col), scale, stride))
+            given.append(ShardSlice(part, format, torch.bfloat16, (row, col), scale, stride))
             right.append(torch.full((shape[0], stride), 0xAB, dtype=torch.uint8, device=device))
     sizes = [-(-each.numel() // 16) * 16 for each in right]
     memories = [torch.empty(sum(sizes), dtype=torch.uint8, device=device) for _ in range(2)]

@@ -142,7 +142,7 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
         with (
             mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
             mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
-            mock.patch.dict(launch._known, clear=True),
+            mock.patch.dict(launch._launch_cache, clear=True),
             launched() as names,
         ):
             for usages in ("both", "column"):
@@ -151,7 +151,8 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
                 names.clear()
                 check(x, groups, format, usages, 128, device)
                 whole = format.tile.is_whole
-                assert names == ["lay_out", f"quantize_{'groups' if whole else 'lines'}_in_turn"]
+                kernel = "quantize_groups_one_pass" if whole else "quantize_group_lines_one_pass"
+                assert names == ["lay_out", kernel]
             if format.tile.is_whole:
                 w = make("lognormal", (5, 144, 80), 6, torch.bfloat16)
                 w[1], w[2, 3, 4] = 0, NAN
@@ -161,7 +162,7 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
                 )
                 assert_same_bytes("codes", found.data, right.data.contiguous())
                 assert_same_bytes("scales", found.scale_inv, right.scale_inv.contiguous())
-                assert names[-1] == "quantize_bands_in_turn"
+                assert names[-1] == "quantize_experts_one_pass"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 5, 1000])
@@ -212,7 +213,7 @@ def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
     groups = groups_of(COUNTS["ragged"])
     with (
         mock.patch.object(quantize_grouped_launch, "LEAST_BYTES", 0),
-        mock.patch.dict(launch._known, clear=True),
+        mock.patch.dict(launch._launch_cache, clear=True),
         launched() as names,
     ):
         x = spoiled(make("lognormal", (groups.rows, cols), 5, dtype), groups)

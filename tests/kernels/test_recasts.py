@@ -67,8 +67,8 @@ def test_which_kernels_derive_columns_without_a_matrix_of_values(name):
     rowwise = rowwise_of(FORMATS[name])
     with mock.patch.multiple(reference, dequantize=None, transposed=None), launched() as found:
         cuda.derive_columnwise(rowwise, FORMATS[name])
-    by_lines = ["amax_of_code_columns", "recast_by_lines"]
-    by_tile = {support.ROWWISE: by_lines, support.VECTOR: ["recast_by_vectors"]}
+    by_lines = ["amax_of_code_columns", "requantize_lines"]
+    by_tile = {support.ROWWISE: by_lines, support.VECTOR: ["requantize_vectors"]}
     assert found == by_tile.get(FORMATS[name].tile, ["transpose_codes"])
 
 

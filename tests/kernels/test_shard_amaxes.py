@@ -7,7 +7,7 @@ from f8sub import ALL, Float8Format, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels.scales import PriorScale, scales_or_nan, shard_amax
 from f8sub.kernels.triton import multi_tensor_launch, support
-from f8sub.kernels.triton.multi_tensor_launch import Matrix
+from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 from tests.data_sets import edge_values, generator, make
 from tests.kernels.interpreted import interpreted
 
@@ -33,7 +33,7 @@ PLACES = [
 """Tile, shape and offset of parts: in tiles that begin elsewhere, of lines that are no multiple of 16 bytes."""
 
 
-def many_matrices(seed: int, device: str) -> tuple[list[Matrix], list[torch.Tensor], torch.Tensor]:
+def many_matrices(seed: int, device: str) -> tuple[list[ShardInTable], list[torch.Tensor], torch.Tensor]:
     """Parts of two dtypes each, side by side in one table; some are views of wider ones, some hold NaN or infinity."""
     matrices, expected, entry = [], [], 0
     for number, (tile, shape, offset) in enumerate(PLACES):
@@ -48,7 +48,7 @@ def many_matrices(seed: int, device: str) -> tuple[list[Matrix], list[torch.Tens
                 data = torch.nn.functional.pad(data, (0, 16), value=float("nan"))[:, : shape[1]]
             # As in the table of a whole matrix, a column of tiles more than the part touches.
             columns = amaxes.shape[1] + (tile.cols != ALL)
-            matrices.append(Matrix(data, tile, offset, entry, columns))
+            matrices.append(ShardInTable(data, tile, offset, entry, columns))
             rows = torch.zeros(amaxes.shape[0], columns)
             rows[:, : amaxes.shape[1]] = amaxes
             expected.append(rows.flatten())
@@ -85,7 +85,7 @@ def test_amaxes_of_edge_values(device):
         for data in edge_values(dtype).values():
             table = torch.zeros(len(data), device=device)
             (launch,) = multi_tensor_launch.amaxes(
-                [Matrix(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table
+                [ShardInTable(data.to(device).contiguous(), ROW, (0, 0), 0, 1)], table
             )
             launch.run()
             assert torch.equal(table.cpu()[:, None], shard_amax(data, ROW, (0, 0)))
@@ -131,8 +131,8 @@ def test_what_no_launch_takes():
     others = [(data, Tile(*edges)) for edges in ((1, 32), (32, 32), (ALL, 1), (128, ALL))]
     others += [(matrix, WHOLE) for matrix in (data.t(), data.double(), data[:0])]
     for matrix, tile in others:
-        assert not multi_tensor_launch.takes(Matrix(matrix, tile, (0, 0), 0, 4), device)
-    assert not multi_tensor_launch.takes(Matrix(data, WHOLE, (0, 0), 0, 1), torch.device("meta"))
+        assert not multi_tensor_launch.takes(ShardInTable(matrix, tile, (0, 0), 0, 4), device)
+    assert not multi_tensor_launch.takes(ShardInTable(data, WHOLE, (0, 0), 0, 1), torch.device("meta"))
     for format in (Float8Format(E4M3, WHOLE, ScaleRule.E8M0), Float8Format(E2M1, WHOLE)):
         assert not multi_tensor_launch.takes_amaxes(torch.zeros(4), format, torch.bfloat16)
     assert not multi_tensor_launch.takes_amaxes(torch.zeros(4), FORMATS[0], torch.float64)
@@ -141,6 +141,6 @@ def test_what_no_launch_takes():
 def test_the_cpu_has_none():
     data = torch.zeros(64, 128)
     assert not support.takes(data)
-    assert not multi_tensor_launch.takes(Matrix(data, WHOLE, (0, 0), 0, 1), data.device)
+    assert not multi_tensor_launch.takes(ShardInTable(data, WHOLE, (0, 0), 0, 1), data.device)
     assert not multi_tensor_launch.takes_amaxes(data, FORMATS[0], torch.float32)
     assert multi_tensor_launch.amaxes([], data) == []

@@ -74,8 +74,8 @@ def test_every_operator_of_the_table_has_its_row_here():
 @pytest.fixture(autouse=True)
 def told(monkeypatch) -> set[str]:
     """The operators that were warned about, none at first."""
-    monkeypatch.setattr(aten_ops, "_told", set())
-    return aten_ops._told
+    monkeypatch.setattr(aten_ops, "_warned", set())
+    return aten_ops._warned
 
 
 def test_a_plain_tensor_copies_from_it(told):

@@ -54,6 +54,7 @@ def then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:
     cls = type(config)
 
     def build(self: Any, **kwargs: Any) -> Any:
+        # The config's own build first: conversion needs the built modules.
         return after(cls.build(self, **kwargs))
 
     def to_dict(self: Any) -> dict[str, Any]:
@@ -119,6 +120,7 @@ def _attach_when_optimizers_are_built(model: Any) -> None:
         attach(optimizers, model_parts, parallelism)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    # A class of this model's own, because torchtitan calls the hook on the class.
     model.__class__ = type(cls.__name__, (cls,), {**names, _HOOKS: classmethod(hooks)})
 
 

@@ -82,6 +82,7 @@ def attach(
     Raises:
         Float8ConfigError: no part was converted, or what ``check_weights`` and ``check_compiled`` raise.
     """
+    # A config, an override and the first step may each ask for it.
     if optimizers in _attached:
         return
     if not any(hasattr(part, PRECOMPUTE) for part in model_parts):
@@ -148,6 +149,8 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
         local = None if parameter is None else local_tensor(parameter)
         gathered = module.converted.record_of(module, name).gathered
         if not (isinstance(local, MasterWeight) and (hasattr(local, "fsdp_pre_all_gather") or not gathered)):
+            # Another tensor took the weight's place: FSDP2 finds no hooks on it and would
+            # gather high precision silently.
             lost[fqn] = type(local).__name__
     if lost:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
@@ -272,6 +275,7 @@ def _begin(model: torch.nn.Module, args: Any) -> None:
 def _attach(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # The container is the one optimizer that knows the parts of the model; it steps those of each part.
     parts = [part for part in getattr(optimizer, "model_parts", ()) if hasattr(part, WANTED)]
+    # Other optimizers, and later steps of the container.
     if not any(part in _begun for part in parts):
         return
     for part, (ranks, group) in zip(parts, _ranks_of_the_same_layers(parts), strict=True):
@@ -332,6 +336,7 @@ def _reduce(model: torch.nn.Module, args: Any) -> None:
             del model._forward_pre_hooks[key]
     if dist.is_initialized() and dist.get_world_size() > 1:
         every, _ = getattr(model, WANTED, (0, ""))
+        # The model is sharded by now, and no gradient was reduced yet.
         REDUCTIONS[model] = reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))
 
 
@@ -352,6 +357,7 @@ def set_policy(model: torch.nn.Module, args: Any) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is set_policy:
             del model._forward_pre_hooks[key]
+    # On the model, because a copy for a pipeline stage keeps attributes and hooks, and no closure of ours.
     keep = getattr(model, KEEP)
     blocks: list[Any] = [module for module in model.modules() if is_checkpointed(module)]
     if not blocks:

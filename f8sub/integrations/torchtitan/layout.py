@@ -111,6 +111,7 @@ def installed() -> Layout:
             "f8sub.titan is for torchtitan, which is not installed: pip install torchtitan"
         )
     missing = {layout: [file for file in layout.has if not (folder / file).exists()] for layout in LAYOUTS}
+    # By files, not by version: what users install from the repository has the number of the release before.
     found = [layout for layout, files in missing.items() if not files]
     if not found:
         known = "; ".join(
@@ -158,6 +159,7 @@ def names() -> list[str]:
         return []
     homes = sorted(layout.homes)
     if "recipes" in layout.homes.values():
+        # After 0.3 recipes come and go, so each name is looked for.
         recipes = importlib.import_module(f"{_ROOM}.recipes")
         homes = [name for name in homes if layout.homes[name] != "recipes" or recipes.home_of(name)]
     return homes

@@ -191,6 +191,7 @@ def convert(
     Raises:
         Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
     """
+    # torchtitan's linear layers are subclasses of nn.Linear, which convert only where they are known.
     extensions.update(linear_classes)
     names = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     filters = [text for text in options.filter_fqns if text != AUTO_FILTER]
@@ -205,12 +206,14 @@ def convert(
         filter_fqns=filters,
         skip=options.skip,
         skip_defaults=options.skip_defaults,
+        # the limit itself, also for a small model, as torchtitan has it
         min_dim=MIN_DIM if AUTO_FILTER in options.filter_fqns else None,
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
         experts=SPELLED.get(str(options.experts).lower(), options.experts),
     )
+    # torchtitan compiles and shards the model later, and hands it back to nobody before it runs.
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:
         reduce_from_first_forward(model)

@@ -22,6 +22,7 @@ def empty_scale_inv(like: torch.Tensor, format: Float8Format, rows: int, depth: 
     """Return memory for a matrix's ``scale_inv``, (rows / tile, K / tile): column-major for 1x128, as ``vectors``."""
     lines, blocks = format.tile.scale_shape((rows, depth))
     if _is_column_major(format):
+        # As cuBLASLt reads 1x128: all rows' scales of one block side by side, so that no GEMM has to copy them.
         return like.new_empty((blocks, lines), dtype=torch.float32).t()
     return like.new_empty((lines, blocks), dtype=format.scale_rule.stored_as)
 

@@ -27,6 +27,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
         return f"takes float8 with float32 scales of one level, not {a} and {b}"
     if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
         return f"takes tiles of whole blocks of 1x{BLOCK}, not {', '.join(sorted(unknown))}"
+    # Scales that do not change along K are applied once, to the whole sum: nothing to do block by block.
     if a.tile.cols == b.tile.cols == ALL:
         return "takes scales of blocks of at least one operand; one a tensor or a row is for scaled_mm"
     return why_not_device(device)
@@ -46,14 +47,14 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
 def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: Config) -> torch.Tensor:
     """Run ``gemm_nt`` in given tiles: (M, K) x (N, K) -> (M, N)."""
     from f8sub.kernels.triton import gemm_launch
-    from f8sub.kernels.triton.launch import Made, run
+    from f8sub.kernels.triton.launch import Launches, run
 
-    def make() -> Made:
+    def make() -> Launches:
         launches, out = gemm_launch.multiplication(a, b, out_dtype, config, multiprocessors(a.data.device))
         # K in parts: the first launch writes partial sums [parts, M, N], float32, and the
         # second one adds them into ``out``.
         parts = launches[0].arguments["out_ptr"]
-        return Made(launches, [out] if parts is out else [out, parts], [])
+        return Launches(launches, [out] if parts is out else [out, parts], [])
 
     with support.device_of(a.data):
         return run((a.format, b.format, out_dtype, config), (*a.tensors, *b.tensors), make)[0]

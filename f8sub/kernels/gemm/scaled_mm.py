@@ -87,6 +87,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     """Return why it cannot run, see ``select.Backend``."""
     if not a.is_plain or not b.is_plain:
         return why_not_of_a_byte(a, b, device)
+    # cuBLASLt has no e5m2 by e5m2.
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "takes at most one e5m2 operand"
     if device.type == "cuda":
@@ -155,6 +156,7 @@ def _gemm_nt_cuda(
     a, b = aligned(a), aligned(b)
     made = out_dtype
     if a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1:
+        # Rows that fill up the operands need scales as well: ones.
         a_scale_inv = _padded_rows(a_scale_inv, a.shape[0])
         b_scale_inv = _padded_rows(b_scale_inv.t(), b.shape[0]).t()
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:

@@ -61,9 +61,11 @@ def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> 
     """
     if backend != "auto" and backend not in GEMM:
         raise unknown("backend", backend, ["auto", *GEMM])
+    # A GEMM with one operand in high precision has both in high precision.
     if spec.a is None or spec.b is None:
         return None
     reasons = {}
+    # In order of preference: the first that can is taken. A backend asked for by name is never replaced.
     for name in GEMM if backend == "auto" else [backend]:
         reason = GEMM[name].why_not(spec.a, spec.b, device)
         if reason is None:

@@ -115,9 +115,10 @@ def of(gpu: str, a: Float8Format, b: Float8Format) -> tuple[Measured, ...]:
 
 def nearest(gpu: str, a: Float8Format, b: Float8Format, shape: tuple[int, int, int]) -> Measured | None:
     """Return the measurement that stands for a shape (M, K, N); None where nothing was measured of such a class."""
+    # Products of few rows are bound by reading b, others by the tensor cores: tiles of one are wrong for the other.
     few = shape[0] <= FEW_ROWS
-    alike = [measured for measured in of(gpu, a, b) if (measured.shape[0] <= FEW_ROWS) is few]
-    return min(alike, key=lambda measured: distance(measured.shape, shape), default=None)
+    candidates = [measured for measured in of(gpu, a, b) if (measured.shape[0] <= FEW_ROWS) is few]
+    return min(candidates, key=lambda measured: distance(measured.shape, shape), default=None)
 
 
 def distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:

@@ -24,7 +24,7 @@ from f8sub.kernels.triton import support
 from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, VECTOR
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Made
+    from f8sub.kernels.triton.launch import Launches
 
 
 MOST_GROUPS = 1024
@@ -94,7 +94,7 @@ def token_launches(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     multiple: int,
-) -> "Made":
+) -> "Launches":
     """How kernels make the operands of one format, of groups that follow each other; they fill what is made here."""
     format = rowwise or columnwise
     if format is None:
@@ -185,14 +185,14 @@ def derive_columnwise(rowwise: ExpertWeights, format: Float8Format) -> ExpertWei
     return ExpertWeights(made[0], made[1], format)
 
 
-def weight_launches(w: torch.Tensor, format: Float8Format) -> "Made":
+def weight_launches(w: torch.Tensor, format: Float8Format) -> "Launches":
     """How kernels make rowwise codes; they fill what is made here."""
     from f8sub.kernels.triton import quantize_grouped_launch
 
     return quantize_grouped_launch.weight_quantization(w, Operand(*empty_codes(w, format)))
 
 
-def derivation_launches(rowwise: ExpertWeights, format: Float8Format) -> "Made":
+def derivation_launches(rowwise: ExpertWeights, format: Float8Format) -> "Launches":
     """How kernels make columnwise codes; they fill what is made here."""
     from f8sub.kernels.triton import quantize_grouped_launch
 

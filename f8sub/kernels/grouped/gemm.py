@@ -96,11 +96,11 @@ def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def _run_triton(product: Callable[..., Any], a: Operand, b: Operand, rows: Rows, *how: Any) -> torch.Tensor:
-    from f8sub.kernels.triton.launch import Made, run
+    from f8sub.kernels.triton.launch import Launches, run
 
-    def make() -> Made:
+    def make() -> Launches:
         launches, out = product(a, b, rows, *how, multiprocessors(a.data.device))
-        return Made(launches, [out, launches[0].arguments["table_ptr"]], [])
+        return Launches(launches, [out, launches[0].arguments["table_ptr"]], [])
 
     with support.device_of(a.data):
         kind = product, a.format, b.format, rows.total, *how

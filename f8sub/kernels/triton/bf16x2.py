@@ -24,12 +24,12 @@ CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
 
 
 @triton.jit
-def _left(pair):
+def _lo(pair):
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _right(pair):
+def _hi(pair):
     return (pair & -65536).to(tl.float32, bitcast=True)
 
 
@@ -42,7 +42,7 @@ def _bits(x):
 def finite_pair(pair):
     """Return ``tile_ops.finite_or_nan`` of each element of a pair."""
     if INTERPRETED:
-        return _bits(finite_or_nan(_left(pair))) | (_bits(finite_or_nan(_right(pair))) << 16)
+        return _bits(finite_or_nan(_lo(pair))) | (_bits(finite_or_nan(_hi(pair))) << 16)
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
@@ -74,7 +74,7 @@ def high(halves):
 
 
 @triton.jit
-def later(a, b):
+def larger_of_each_half(a, b):
     """Return the larger half on each side."""
     if INTERPRETED:
         return (tl.maximum(low(a), low(b)) & 0xFFFF) | (tl.maximum(high(a), high(b)) << 16)
@@ -85,16 +85,16 @@ def later(a, b):
 
 
 @triton.jit
-def last(orders, AXIS: tl.constexpr):
+def largest_halves(orders, AXIS: tl.constexpr):
     """Return ``later`` of all along an axis."""
     if INTERPRETED:
         return (tl.max(low(orders), AXIS) & 0xFFFF) | (tl.max(high(orders), AXIS) << 16)
     else:
-        return tl.reduce(orders, AXIS, later)
+        return tl.reduce(orders, AXIS, larger_of_each_half)
 
 
 @triton.jit
-def later_of_each(a, b):
+def larger_within_pairs(a, b):
     """Return the larger half of ``a`` on the left, that of ``b`` on the right."""
     if INTERPRETED:
         return (tl.maximum(low(a), high(a)) & 0xFFFF) | (tl.maximum(low(b), high(b)) << 16)
@@ -110,10 +110,10 @@ def later_of_each(a, b):
 
 
 @triton.jit
-def last_of_tile(even, odd):
+def largest_half_of_tile(even, odd):
     """Return the largest half of all, on either side."""
-    both = later(even, odd)
-    halves = last(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
+    both = larger_of_each_half(even, odd)
+    halves = largest_halves(tl.reshape(both, (both.shape[0] * both.shape[1],)), 0)
     return tl.maximum(low(halves), high(halves))
 
 
@@ -141,7 +141,7 @@ def _two_codes(first, second, CAST: tl.constexpr):
 def codes_of_rows(pair, scale, CAST: tl.constexpr):
     """Return ``reference.cast`` of each ``finite_pair``, as a 16-bit word; ``scale`` is that of the row."""
     if INTERPRETED:
-        return _two_codes(_left(pair) * scale, _right(pair) * scale, CAST).to(tl.uint16)
+        return _two_codes(_lo(pair) * scale, _hi(pair) * scale, CAST).to(tl.uint16)
     else:
         TO: tl.constexpr = CAST_TO_E4M3 if CAST.TOP == 448.0 else CAST_TO_E5M2
         return tl.inline_asm_elementwise(
@@ -164,8 +164,8 @@ def codes_of_rows(pair, scale, CAST: tl.constexpr):
 def codes_of_columns(even, odd, left_scale, right_scale, CAST: tl.constexpr):
     """Return ``reference.cast`` of two rows of ``finite_pair``, as 32-bit words: left columns, right columns."""
     if INTERPRETED:
-        low = _two_codes(_left(even) * left_scale, _left(odd) * left_scale, CAST)
-        return low | (_two_codes(_right(even) * right_scale, _right(odd) * right_scale, CAST) << 16)
+        low = _two_codes(_lo(even) * left_scale, _lo(odd) * left_scale, CAST)
+        return low | (_two_codes(_hi(even) * right_scale, _hi(odd) * right_scale, CAST) << 16)
     else:
         TO: tl.constexpr = CAST_TO_E4M3 if CAST.TOP == 448.0 else CAST_TO_E5M2
         return tl.inline_asm_elementwise(
@@ -260,7 +260,7 @@ def store_pairs_with_one(
 
 
 @triton.jit
-def one_by_one(first, second):
+def interleaved(first, second):
     """Interleave two tensors, which have every second one of some rows or columns each."""
     COUNT: tl.constexpr = 2 * first.shape[0]
     return tl.reshape(tl.join(first, second), (COUNT,))
@@ -269,6 +269,6 @@ def one_by_one(first, second):
 @triton.jit
 def store_inverses(scale_inv_ptr, first, second, count, WHOLE: tl.constexpr, POWER_OF_2: tl.constexpr):
     """Store the inverses of the scales of every second row or column; unless WHOLE, ``count`` of all."""
-    scale_inv = one_by_one(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2))
+    scale_inv = interleaved(inverse(first, POWER_OF_2), inverse(second, POWER_OF_2))
     line = tl.arange(0, scale_inv.shape[0])
     store(scale_inv_ptr + line, scale_inv, line < count, WHOLE)

@@ -44,7 +44,7 @@ def multiply(
     """Multiply one tile per program, over all of K or one of its parts; ``out_ptr`` then has a matrix per part.
 
     ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128): what lies beyond the matrix reads as 0. A
-    and B are ``gemm_launch.Reading``s.
+    and B are ``gemm_launch.ScaleBlock``s.
     """
     ROWS: tl.constexpr = CONFIG.rows
     COLS: tl.constexpr = CONFIG.cols

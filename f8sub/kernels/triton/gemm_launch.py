@@ -23,7 +23,7 @@ REGISTERS = {"MULTIPLIERS": 240, "LOADER": 24}
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ScaleBlock:
     """Tells what one scale serves: ``edge`` rows, 1 where scales are not of squares, by ``depth`` blocks of K."""
 
     edge: int
@@ -79,7 +79,7 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str
         blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], layout(128, 8))
     else:
         blocks = TensorDescriptor.from_tensor(codes, [lines, BLOCK])
-    reading = {f"{name}_stride": stride, name.upper(): Reading(edge, depth)}
+    reading = {f"{name}_stride": stride, name.upper(): ScaleBlock(edge, depth)}
     return {name: blocks, f"{name}_scale": scale, **reading}
 
 
@@ -123,7 +123,7 @@ ZEROED = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedReading:
+class GroupedScaleBlock:
     """Tells what one scale of a grouped operand serves.
 
     Attributes:
@@ -285,14 +285,14 @@ def _grouped_side(
     tile, scale = operand.format.tile, operand.scale_inv
     stride = group_stride = 0
     if tile.cols == ALL:
-        reading, scale = GroupedReading(0, 1, tile.rows == 1), scale.contiguous()
+        reading, scale = GroupedScaleBlock(0, 1, tile.rows == 1), scale.contiguous()
     elif tile.rows != 1:
-        reading, scale = GroupedReading(tile.rows, tile.cols // BLOCK), scale.contiguous()
+        reading, scale = GroupedScaleBlock(tile.rows, tile.cols // BLOCK), scale.contiguous()
         stride, group_stride = scale.shape[-1], scale.numel() // groups if groups else 0
     else:
         by_line = Operand(codes, scale.reshape(-1, scale.shape[-1]), operand.format)
         vectors = block_scales.vectors(by_line).t()
-        reading, stride = GroupedReading(1, 1), vectors.stride(0)
+        reading, stride = GroupedScaleBlock(1, 1), vectors.stride(0)
         scale = vectors
         if persistent and loads_scales:
             scale = LaidOutDescriptor.from_tensor(vectors, [1, lines], layout(0, 32))

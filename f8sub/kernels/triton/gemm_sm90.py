@@ -276,7 +276,7 @@ def multiply_persistently(
 
     ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128). Scales of rows are descriptors of blocks
     of (1, rows) and (1, cols), stored block by block of K; scales of squares are pointers to the first of rows of
-    scales, ``stride`` apart; A and B are ``gemm_launch.Reading``s. MULTIPLIERS and LOADER are registers of a thread.
+    scales, ``stride`` apart; A and B are ``gemm_launch.ScaleBlock``s. MULTIPLIERS and LOADER are registers of a thread.
     Blocks beyond the last of K, up to a multiple of PASS, are zeros times zero.
     """
     ROWS: gl.constexpr = CONFIG.rows

@@ -110,7 +110,7 @@ def multiply_groups(
 
     By rows M is not read, N are the columns of each group's matrix and BLOCKS those of K; over rows the results of all
     groups are (M, N). ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128), of A_LINES and B_LINES
-    rows in all. A and B are ``gemm_launch.GroupedReading``s. FAST leaves sums to the tensor cores' accumulators.
+    rows in all. A and B are ``gemm_launch.GroupedScaleBlock``s. FAST leaves sums to the tensor cores' accumulators.
     """
     ROWS: tl.constexpr = CONFIG.rows
     COLS: tl.constexpr = CONFIG.cols

@@ -101,7 +101,7 @@ def _kind(value: Any) -> Any:
     return value
 
 
-class Made(NamedTuple):
+class Launches(NamedTuple):
     """Launches, and the tensors that they fill.
 
     Attributes:
@@ -124,10 +124,10 @@ class _Argument(NamedTuple):
     descriptor: Any
 
 
-class _Prepared:
+class _PreparedLaunches:
     """Holds compiled kernels, and which of a call's tensors is which of their arguments."""
 
-    def __init__(self, made: Made, runners: list[tuple[Any, list[Any], list[_Argument]]]) -> None:
+    def __init__(self, made: Launches, runners: list[tuple[Any, list[Any], list[_Argument]]]) -> None:
         self.device = made.results[0].device
         self.index = self.device.index or 0
         self.results = [(t.shape, t.stride(), t.dtype) for t in made.results]
@@ -135,7 +135,7 @@ class _Prepared:
         self.runners = runners
 
     @classmethod
-    def of(cls, made: Made, given: Sequence[torch.Tensor | None]) -> "_Prepared | None":
+    def of(cls, made: Launches, given: Sequence[torch.Tensor | None]) -> "_PreparedLaunches | None":
         """Prepare launches for calls like this one; None where one reads a tensor that ``make`` derived, as a copy."""
         tensors = [*given, *made.results, *made.scratch]
         runners = []
@@ -181,15 +181,15 @@ class _Prepared:
         return results
 
 
-_known: dict[Hashable, _Prepared | None] = {}
+_launch_cache: dict[Hashable, _PreparedLaunches | None] = {}
 """By kind, from the second call on; None where launches read copies, and so are worked out each time."""
 
-_once: set[int] = set()
+_seen_once: set[int] = set()
 """Hashes of kinds that came once: tokens of experts may come in another number each time, and are not worth more."""
 
 
 def run(
-    kind: Hashable, given: Sequence[torch.Tensor | None], make: Callable[[], Made]
+    kind: Hashable, given: Sequence[torch.Tensor | None], make: Callable[[], Launches]
 ) -> Sequence[torch.Tensor]:
     """Run ``make``'s launches on the current device, which is to be that of the tensors, and return their results.
 
@@ -202,23 +202,23 @@ def run(
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
     # The last part says which of the tensors are the same one: then one argument stands for both.
     key = kind, *map(_kind_of_tensor, given, addresses), *map(addresses.index, addresses)
-    found = _known.get(key, key)  # None is an entry, too
-    if isinstance(found, _Prepared):
+    found = _launch_cache.get(key, key)  # None is an entry, too
+    if isinstance(found, _PreparedLaunches):
         return found.run(given)
     made = make()
     for launch in made.launches:
         launch.run()
     if found is None:
         return made.results
-    if (seen := hash(key)) not in _once:
-        if len(_once) >= MOST:
-            _once.clear()
-        _once.add(seen)
+    if (seen := hash(key)) not in _seen_once:
+        if len(_seen_once) >= MOST:
+            _seen_once.clear()
+        _seen_once.add(seen)
     # The interpreter compiles nothing.
     elif all(launch.compiled is not None for launch in made.launches):
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[key] = _Prepared.of(made, given)
+        if len(_launch_cache) >= MOST:
+            _launch_cache.clear()
+        _launch_cache[key] = _PreparedLaunches.of(made, given)
     return made.results
 
 

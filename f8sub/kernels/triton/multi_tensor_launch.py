@@ -29,7 +29,7 @@ SCALES = 1024
 _DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))}
 
 
-class Matrix(NamedTuple):
+class ShardInTable(NamedTuple):
     """A part of a matrix, (rows, cols), adjacent in a row, and where in a table of amaxes its tiles are.
 
     ``tile`` are the blocks of the whole matrix, and ``offset`` is the row and column of it that the part begins at. The
@@ -48,7 +48,7 @@ class Matrix(NamedTuple):
         return self.tile.cols == ALL and self.tile.rows in (1, ALL)
 
 
-def takes(matrix: Matrix, device: torch.device) -> bool:
+def takes(matrix: ShardInTable, device: torch.device) -> bool:
     """Return whether the kernel takes a matrix for a table on ``device``."""
     data, tile = matrix.data, matrix.tile
     edges = tile.rows, tile.cols
@@ -67,7 +67,7 @@ def takes_amaxes(amax: torch.Tensor, format: Float8Format, through: torch.dtype)
     return format.is_plain and through in HIGH_PRECISION and amax.is_contiguous() and support.takes(amax)
 
 
-def amaxes(matrices: Sequence[Matrix], table: torch.Tensor) -> "list[Launch]":
+def amaxes(matrices: Sequence[ShardInTable], table: torch.Tensor) -> "list[Launch]":
     """Return the launches that find the amaxes of matrices whenever they are run, while the matrices stay in place.
 
     The amax of each tile is the maximum of what is in the table and ``scales.shard_amax``: infinity where the tile
@@ -112,7 +112,7 @@ def scales(
     return launch.Launch(multi_tensor.scales_of_many, programs, arguments, {"num_warps": 4})
 
 
-def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Launch":
+def _amaxes(matrices: list[ShardInTable], table: torch.Tensor, aligned: bool) -> "Launch":
     from f8sub.kernels.triton import launch, multi_tensor
 
     rows: list[int] = []
@@ -136,7 +136,7 @@ def _amaxes(matrices: list[Matrix], table: torch.Tensor, aligned: bool) -> "Laun
     return launch.Launch(multi_tensor.amaxes_of_many, sum(counts), arguments, {"num_warps": 4})
 
 
-def _fields(matrix: Matrix) -> tuple[list[int], int]:
+def _fields(matrix: ShardInTable) -> tuple[list[int], int]:
     """Return the numbers that the kernel reads of a matrix, without its first program; and its count of programs."""
     data, tile, offset, entry, entry_stride = matrix
     (rows, cols), stride = data.shape, data.stride(0)
@@ -154,7 +154,7 @@ def _fields(matrix: Matrix) -> tuple[list[int], int]:
     return fields, parts
 
 
-def _is_aligned(matrix: Matrix) -> bool:
+def _is_aligned(matrix: ShardInTable) -> bool:
     """Return whether all that a program reads begins at a multiple of 16 bytes, and is as many whole ones."""
     fields, _ = _fields(matrix)
     address, _, rows, cols, stride, _, _, _, cols_before, *_ = fields

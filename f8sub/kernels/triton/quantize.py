@@ -84,37 +84,37 @@ def cast_with_one(
 
 
 @triton.jit
-def amax_of_bands(x_ptr, amax_ptr, SIZE, STRIDE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Take the atomic maximum of the finite elements of each band of rows, (bands,), int32.
+def amax_of_experts(x_ptr, amax_ptr, SIZE, STRIDE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Take the atomic maximum of the finite elements of each expert's rows, (experts,), int32.
 
-    A band has SIZE elements and begins STRIDE after the one before.
+    An expert has SIZE elements and begins STRIDE after the one before.
     """
     parts = tl.cdiv(SIZE, BLOCK)
-    band, start = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK
+    expert, start = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK
     offsets = tl.arange(0, BLOCK)
-    pointers = x_ptr + band.to(tl.int64) * STRIDE + start + offsets
+    pointers = x_ptr + expert.to(tl.int64) * STRIDE + start + offsets
     x = load(pointers, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
     bits = magnitude_bits(x.to(tl.float32))
-    tl.atomic_max(amax_ptr + band, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
+    tl.atomic_max(amax_ptr + expert, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
 
 
 @triton.jit
-def cast_bands(
+def cast_experts(
     x_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, SIZE, STRIDE,
     CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Cast to rowwise data with one scale per band, of its amax."""
+    """Cast to rowwise data with one scale per expert, of its amax."""
     parts = tl.cdiv(SIZE, BLOCK)
     # The last part first, as in ``cast_with_one``.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
-    band, start = index // parts, index % parts * BLOCK
+    expert, start = index // parts, index % parts * BLOCK
     offsets = tl.arange(0, BLOCK)
-    pointers = x_ptr + band.to(tl.int64) * STRIDE + start + offsets
+    pointers = x_ptr + expert.to(tl.int64) * STRIDE + start + offsets
     x = load(pointers, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="evict_first")
-    scale = scale_from_amax(tl.load(amax_ptr + band), CAST)
+    scale = scale_from_amax(tl.load(amax_ptr + expert), CAST)
     made = codes(scaled(finite_or_nan(x.to(tl.float32)), scale, CAST, False), CAST.CODES)
-    store(row_ptr + band.to(tl.int64) * SIZE + start + offsets, made, offsets < SIZE - start, WHOLE)
-    tl.store(row_scale_inv_ptr + band, inverse(scale, CAST.POWER_OF_2), mask=start == 0)
+    store(row_ptr + expert.to(tl.int64) * SIZE + start + offsets, made, offsets < SIZE - start, WHOLE)
+    tl.store(row_scale_inv_ptr + expert, inverse(scale, CAST.POWER_OF_2), mask=start == 0)
 
 
 @triton.jit

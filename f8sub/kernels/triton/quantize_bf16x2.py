@@ -12,10 +12,10 @@ from f8sub.kernels.triton.bf16x2 import (
     codes_of_rows,
     finite_pair,
     high,
-    last,
-    last_of_tile,
-    later,
-    later_of_each,
+    larger_of_each_half,
+    larger_within_pairs,
+    largest_half_of_tile,
+    largest_halves,
     load_pairs,
     low,
     order,
@@ -77,8 +77,8 @@ def quantize_paired_vectors(
     even_order, odd_order = order(even), order(odd)
     # Left: amaxes of even rows, right: of odd ones, (ROWS / 2,). Of columns left and
     # right are neighbours, (COLS / 2,).
-    of_rows = last(later_of_each(even_order, odd_order), 1) if row_ptr is not None else 0
-    of_columns = last(later(even_order, odd_order), 0)
+    of_rows = largest_halves(larger_within_pairs(even_order, odd_order), 1) if row_ptr is not None else 0
+    of_columns = largest_halves(larger_of_each_half(even_order, odd_order), 0)
     even, odd = finite_pair(even), finite_pair(odd)
     if row_ptr is not None:
         even_scale, odd_scale = scale_at(low(of_rows), CAST), scale_at(high(of_rows), CAST)
@@ -110,12 +110,12 @@ def quantize_paired_squares(
     half = 0
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
         even, odd = load_pairs(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_last")
-        half = tl.maximum(half, last_of_tile(order(even), order(odd)))
+        half = tl.maximum(half, largest_half_of_tile(order(even), order(odd)))
     # The last COLS columns stay in registers, those before them are read once more to be cast: if a program held a
     # large square whole, an SM would have one program, and nothing to do while that one loads.
     end = moved(square, 0, EDGE - TILE.COLS)
     even, odd = load_pairs(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), WHOLE, TILE, "evict_first")
-    half = tl.maximum(half, last_of_tile(order(even), order(odd)))
+    half = tl.maximum(half, largest_half_of_tile(order(even), order(odd)))
     scale = scale_at(half, CAST)
     store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, end, end, CAST, True, TILE)
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
@@ -146,7 +146,7 @@ def cast_pairs_with_prior(
         scale = scale_from_prior(scale, tl.load(amax_ptr), CAST, HEADROOM, COVERS)
     even, odd = load_pairs(x_ptr, at.M, at, True, TILE, "evict_first")
     # Magnitudes have no sign, so that no half is negative; the bits of NaN come last.
-    largest = last_of_tile(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
+    largest = largest_half_of_tile(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
     tl.atomic_max(largest_ptr, largest << 16, sem="relaxed")
     store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, at, at, CAST, True, TILE)
     scale_inv = inverse(scale, False)

@@ -67,7 +67,7 @@ def _group_at(after, is_group, strip):
 
 @triton.jit(do_not_specialize=["ROWS", "TURNS", "ZEROS"])
 def lay_out(
-    ends_ptr, strips_ptr, turns_ptr, zeros_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS, TURNS, ZEROS, AHEAD,
+    ends_ptr, strips_ptr, turns_ptr, zeros_ptr, first_ptr, laid_ends_ptr, COUNT, ROWS, STRIPS, TURNS, ZEROS, LOOKAHEAD,
     EDGE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the table of strips; unless pointers are None turns, ZEROS zeros, and where groups are laid out.
@@ -103,13 +103,13 @@ def lay_out(
     tl.store(strips_ptr + STRIPS + strip, stop, mask=is_strip)
     tl.store(strips_ptr + 2 * STRIPS + strip, found, mask=is_strip)
     if turns_ptr is not None:
-        # A group's strips are cast AHEAD strips after its last one was read; a strip of no group is by itself.
+        # A group's strips are cast LOOKAHEAD strips after its last one was read; a strip of no group is by itself.
         of_group = tl.where(is_found, begin, strip)
         end = tl.minimum(of_group + tl.where(is_found, tl.cdiv(stop - start, EDGE), 1), TURNS)
-        before, casts = _group_at(after, is_group, strip - AHEAD)
-        casts = tl.where(before < COUNT, casts, strip - AHEAD)
-        read_at = tl.where(strip < AHEAD, strip, strip + casts)
-        cast_at = strip + tl.minimum(end + AHEAD, TURNS)
+        before, casts = _group_at(after, is_group, strip - LOOKAHEAD)
+        casts = tl.where(before < COUNT, casts, strip - LOOKAHEAD)
+        read_at = tl.where(strip < LOOKAHEAD, strip, strip + casts)
+        cast_at = strip + tl.minimum(end + LOOKAHEAD, TURNS)
         line = start + (strip - begin) * EDGE
         is_turn = strip < TURNS
         _store_turns(turns_ptr, read_at, is_turn, strip, 0, line, stop, found, of_group, end)

@@ -7,7 +7,7 @@ import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
-from f8sub.kernels.triton.launch import Launch, Made
+from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
 from f8sub.kernels.triton.quantize_launch import (
     ELEMENTS,
@@ -54,7 +54,7 @@ L2 has 50 MiB on an H100, and an SM is near to half of them. They hold what was 
 and as many bytes of codes. A smaller matrix is in L2 as a whole when two launches read it.
 """
 
-TURN_REGISTERS = 128
+ONE_PASS_REGISTERS = 128
 """Of a thread that casts tokens in turn, by tiles that are squares: four programs of 4 warps on an SM.
 
 Tiles of half as many rows are up to 18 % slower on an H200.
@@ -69,7 +69,7 @@ def quantization(
     edge: int,
     rows: int,
     laid_out: tuple[torch.Tensor, torch.Tensor] | None,
-) -> Made:
+) -> Launches:
     """Return how to quantize rows in groups that follow each other, for both usages.
 
     Args:
@@ -116,7 +116,7 @@ def quantization(
     }
     launches = [_laying_out(filled, laid_out)]
     if turns:
-        launches.append(_in_turn(filled, tile.is_whole))
+        launches.append(_one_pass(filled, tile.is_whole))
     elif tile.is_whole:
         launches += _one_scale(filled)
     elif tile == ROWWISE:
@@ -128,30 +128,32 @@ def quantization(
     else:
         launches.append(_squares(filled))
     results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
-    return Made(launches, [*results, *(laid_out or ()), table], ())
+    return Launches(launches, [*results, *(laid_out or ()), table], ())
 
 
-def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_turn: bool) -> list[int]:
+def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_one_pass: bool) -> list[int]:
     """Return how many numbers are zero before a cast: those that count what is done, amaxes of rows, and of groups.
 
     Each kind begins at a multiple of 16 bytes.
     """
     if tile.is_whole:
-        found = count * in_turn, 0, count
+        found = count * in_one_pass, 0, count
     elif tile == ROWWISE:
-        found = count * in_turn, len(x) * has_rows, count * x.shape[1]
+        found = count * in_one_pass, len(x) * has_rows, count * x.shape[1]
     else:
         found = 0, 0, 0
     return [number + -number % 4 for number in found]
 
 
-def _in_turn(filled: dict[str, Any], is_whole: bool) -> Launch:
+def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
     """Return the launch for amaxes and casts in one."""
     kernel = (
-        quantize_one_pass.quantize_groups_in_turn if is_whole else quantize_one_pass.quantize_lines_in_turn
+        quantize_one_pass.quantize_groups_one_pass
+        if is_whole
+        else quantize_one_pass.quantize_group_lines_one_pass
     )
     programs = 2 * filled["TURNS"] * (filled["EDGE"] // EDGE) * (filled["N"] // EDGE)
-    options = {**WARPS_4, "maxnreg": TURN_REGISTERS}
+    options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
     return Launch(kernel, programs, {**filled, "TILE": shape_of(*SQUARE, True)}, options)
 
 
@@ -166,7 +168,7 @@ def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tens
         "first_ptr": first,
         "laid_ends_ptr": laid_ends,
         "ROWS": filled["LINES"],
-        "AHEAD": cdiv(AHEAD_BYTES, filled["EDGE"] * x.shape[1] * x.itemsize),
+        "LOOKAHEAD": cdiv(AHEAD_BYTES, filled["EDGE"] * x.shape[1] * x.itemsize),
         "GROUPS": held,
         "BLOCK": block,
     }
@@ -213,14 +215,14 @@ def _squares(filled: dict[str, Any]) -> Launch:
     return covering(quantize_grouped.quantize_group_squares, filled, SQUARE, options, (edge, edge))
 
 
-IN_TURN = 8192
-"""Elements that one program of ``quantize_bands_in_turn`` reads."""
+ONE_PASS_ELEMENTS = 8192
+"""Elements that one program of ``quantize_experts_one_pass`` reads."""
 
-TURN_BYTES = 6 * 2**20
+ONE_PASS_BYTES = 6 * 2**20
 """The most that an expert's weight has if it is cast in turn; all of them together have at least ``LEAST_BYTES``."""
 
 
-def weight_quantization(w: torch.Tensor, made: Operand) -> Made:
+def weight_quantization(w: torch.Tensor, made: Operand) -> Launches:
     """Return how to quantize the weights of all experts, whose tiles begin again in every one.
 
     Args:
@@ -243,19 +245,19 @@ def weight_quantization(w: torch.Tensor, made: Operand) -> Made:
     }
     options = {**WARPS_8, "maxnreg": REGISTERS}
     launches = [over(w, (edge, edge), quantize.quantize_squares, arguments, options, SQUARE)]
-    return Made(launches, made[:2], ())
+    return Launches(launches, made[:2], ())
 
 
-def weight_quantization_in_bands(x: torch.Tensor, format: Float8Format) -> Made:
+def quantization_of_stacked_weights(x: torch.Tensor, format: Float8Format) -> Launches:
     """Return how to quantize rowwise a matrix, (M, K), of which one scale serves so many whole rows, and no others."""
-    bands = x.unflatten(0, (-1, format.tile.rows))
-    data = bands.new_empty(bands.shape, dtype=format.dtype)
-    scale_inv = bands.new_empty((len(bands), 1, 1), dtype=torch.float32)
-    found = weight_quantization(bands, Operand(data, scale_inv, replace(format, tile=TENSORWISE)))
+    experts = x.unflatten(0, (-1, format.tile.rows))
+    data = experts.new_empty(experts.shape, dtype=format.dtype)
+    scale_inv = experts.new_empty((len(experts), 1, 1), dtype=torch.float32)
+    found = weight_quantization(experts, Operand(data, scale_inv, replace(format, tile=TENSORWISE)))
     return found._replace(results=[data.view(x.shape), scale_inv.view(-1, 1)])
 
 
-def weight_derivation(rowwise: Operand, derived: Operand) -> Made:
+def weight_derivation(rowwise: Operand, derived: Operand) -> Launches:
     """Return how to derive the columnwise data and scales of all experts from their rowwise ones.
 
     Args:
@@ -264,15 +266,15 @@ def weight_derivation(rowwise: Operand, derived: Operand) -> Made:
             per row.
     """
     launches, scratch = deriving(rowwise, derived)
-    return Made(launches, derived[:2], scratch)
+    return Launches(launches, derived[:2], scratch)
 
 
-def _one_scale_of_weights(w: torch.Tensor, made: Operand) -> Made:
+def _one_scale_of_weights(w: torch.Tensor, made: Operand) -> Launches:
     count, rows, cols = w.shape
     size = rows * cols
     # Small enough for L2 to keep a matrix until it is cast, and in all too large for L2 to keep everything.
-    if LEAST_BYTES <= w.nbytes <= TURN_BYTES * count:
-        return _one_scale_of_weights_in_turn(w, made)
+    if LEAST_BYTES <= w.nbytes <= ONE_PASS_BYTES * count:
+        return _one_scale_of_weights_in_one_pass(w, made)
     bits = torch.zeros(count, dtype=torch.int32, device=w.device)
     block = {"SIZE": size, "STRIDE": w.stride(0), "BLOCK": ELEMENTS, "WHOLE": size % ELEMENTS == 0}
     programs = count * cdiv(size, ELEMENTS)
@@ -283,13 +285,13 @@ def _one_scale_of_weights(w: torch.Tensor, made: Operand) -> Made:
         "CAST": cast_to(made.format),
     }
     launches = [
-        Launch(quantize.amax_of_bands, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
-        Launch(quantize.cast_bands, programs, {"x_ptr": w, **make, **block}, WARPS_8),
+        Launch(quantize.amax_of_experts, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
+        Launch(quantize.cast_experts, programs, {"x_ptr": w, **make, **block}, WARPS_8),
     ]
-    return Made(launches, made[:2], (bits,))
+    return Launches(launches, made[:2], (bits,))
 
 
-def _one_scale_of_weights_in_turn(w: torch.Tensor, made: Operand) -> Made:
+def _one_scale_of_weights_in_one_pass(w: torch.Tensor, made: Operand) -> Launches:
     count, rows, cols = w.shape
     size = rows * cols
     # Both parts begin at multiples of 16 bytes.
@@ -301,14 +303,14 @@ def _one_scale_of_weights_in_turn(w: torch.Tensor, made: Operand) -> Made:
         "amax_ptr": amax,
         "row_ptr": made.data.view(torch.uint8),
         "row_scale_inv_ptr": made.scale_inv,
-        "BANDS": count,
-        "AHEAD": min(cdiv(AHEAD_BYTES, size * w.itemsize), count - 1),
+        "EXPERTS": count,
+        "LOOKAHEAD": min(cdiv(AHEAD_BYTES, size * w.itemsize), count - 1),
         "SIZE": size,
         "STRIDE": w.stride(0),
         "CAST": cast_to(made.format),
-        "BLOCK": IN_TURN,
-        "WHOLE": size % IN_TURN == 0,
+        "BLOCK": ONE_PASS_ELEMENTS,
+        "WHOLE": size % ONE_PASS_ELEMENTS == 0,
     }
-    programs = 2 * count * cdiv(size, IN_TURN)
-    launches = [Launch(quantize_one_pass.quantize_bands_in_turn, programs, arguments, WARPS_4)]
-    return Made(launches, made[:2], (bits,))
+    programs = 2 * count * cdiv(size, ONE_PASS_ELEMENTS)
+    launches = [Launch(quantize_one_pass.quantize_experts_one_pass, programs, arguments, WARPS_4)]
+    return Launches(launches, made[:2], (bits,))

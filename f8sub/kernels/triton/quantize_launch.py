@@ -1,6 +1,6 @@
 """Chooses the kernels that run over a matrix, or over parts of weights for the wire, their arguments and results.
 
-Parts are cast with scales that are known: one by a launch, or many.
+SliceCasts are cast with scales that are known: one by a launch, or many.
 """
 
 import functools
@@ -16,8 +16,8 @@ from f8sub.host_copy import sent_to
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize, quantize_bf16x2, support, transpose
-from f8sub.kernels.triton.launch import Launch, Made
-from f8sub.kernels.triton.support import ALIGNMENT, EDGE, ROWWISE, VECTOR, Part
+from f8sub.kernels.triton.launch import Launch, Launches
+from f8sub.kernels.triton.support import ALIGNMENT, EDGE, ROWWISE, VECTOR, ShardSlice
 from f8sub.kernels.triton.tile_ops import Cast, Shape
 
 SQUARE = EDGE, EDGE
@@ -78,7 +78,7 @@ shape_of = functools.cache(Shape)
 WARPS_4, WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
 
-class Plan(NamedTuple):
+class QuantizeLaunches(NamedTuple):
     """The kernels that quantize one matrix, in order, and what they fill, see ``reference.Quantized``.
 
     ``scratch`` are flat tensors that are zero before the first of them.
@@ -91,10 +91,10 @@ class Plan(NamedTuple):
     scratch: tuple[torch.Tensor, ...] = ()
 
     @property
-    def made(self) -> Made:
+    def made(self) -> Launches:
         """The launches with codes and scales of the operands, in order."""
         operands = [operand for operand in (self.rowwise, self.columnwise) if operand is not None]
-        return Made(
+        return Launches(
             self.launches, [t for each in operands for t in (each.data, each.scale_inv)], self.scratch
         )
 
@@ -105,7 +105,7 @@ def quantization(
     columnwise: Float8Format | None,
     prior: PriorScale | None = None,
     amax: torch.Tensor | None = None,
-) -> Plan:
+) -> QuantizeLaunches:
     """Return how to quantize a matrix: ``reference.quantize``.
 
     Args:
@@ -120,7 +120,7 @@ def quantization(
     if rowwise is not None and columnwise is not None and not in_one_launch:
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
         scratch = row.scratch + col.scratch
-        return Plan(row.launches + col.launches, row.rowwise, col.columnwise, scratch=scratch)
+        return QuantizeLaunches(row.launches + col.launches, row.rowwise, col.columnwise, scratch=scratch)
     format = rowwise or columnwise
     if format is None:
         raise RuntimeError("asked to quantize for no usage")
@@ -134,7 +134,7 @@ def quantization(
         launches, scratch = _lines(x, filled)
     else:
         launches = [_vectors(x, filled) if format.tile == VECTOR else _squares(x, filled, format.tile.rows)]
-    return Plan(launches, row_operand, col_operand, largest, scratch)
+    return QuantizeLaunches(launches, row_operand, col_operand, largest, scratch)
 
 
 def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Launch:
@@ -143,7 +143,7 @@ def staging(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> Laun
     return Launch(quantize.stage_amax, 1, arguments, {"num_warps": 1})
 
 
-def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
+def derivation(rowwise: Operand, columnwise: Float8Format) -> QuantizeLaunches:
     """Return how to derive the columnwise operand from rowwise data: ``reference.derive_columnwise``.
 
     The data are not empty and contiguous. The tiles of ``columnwise`` are those of ``rowwise`` transposed, for data
@@ -152,7 +152,7 @@ def derivation(rowwise: Operand, columnwise: Float8Format) -> Plan:
     """
     col = _empty(rowwise.data, columnwise, *rowwise.data.shape[::-1])
     launches, scratch = deriving(rowwise, col)
-    return Plan(launches, None, col, scratch=scratch)
+    return QuantizeLaunches(launches, None, col, scratch=scratch)
 
 
 def deriving(rowwise: Operand, col: Operand) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
@@ -171,14 +171,14 @@ def deriving(rowwise: Operand, col: Operand) -> tuple[list[Launch], tuple[torch.
     }
     if format.tile == VECTOR:
         arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
-        return [over(codes, SQUARE, transpose.recast_by_vectors, arguments, WARPS_8)], ()
+        return [over(codes, SQUARE, transpose.requantize_vectors, arguments, WARPS_8)], ()
     amax = torch.zeros(codes.numel() // codes.shape[-2], dtype=torch.int32, device=codes.device)
     find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
     arguments["col_amax_ptr"] = amax.view(torch.float32)
     area = CODE_LINES[0] * CODE_LINES_READ["STEPS"], CODE_LINES[1]
     launches = [
         over(codes, area, transpose.amax_of_code_columns, find, WARPS_4, CODE_LINES),
-        over(codes, SQUARE, transpose.recast_by_lines, arguments, WARPS_8),
+        over(codes, SQUARE, transpose.requantize_lines, arguments, WARPS_8),
     ]
     return launches, (amax,)
 
@@ -204,10 +204,10 @@ def transposition(
     return over(codes, SQUARE, transpose.transpose_codes, arguments, WARPS_8)
 
 
-def transposed(codes: torch.Tensor) -> Made:
+def transposed(codes: torch.Tensor) -> Launches:
     """Return how to transpose float8 data into memory of its own."""
     out = codes.new_empty(codes.shape[::-1])
-    return Made([transposition(codes, out)], [out], ())
+    return Launches([transposition(codes, out)], [out], ())
 
 
 def cdiv(a: int, b: int) -> int:
@@ -367,8 +367,8 @@ PART = 64, EDGE
 """Tiles of ``cast_part``."""
 
 
-def part_cast(part: Part, out: torch.Tensor) -> Launch:
-    """Return how to cast a part that ``support.takes_part`` takes into ``out``, (M, N), adjacent in a row."""
+def part_cast(part: ShardSlice, out: torch.Tensor) -> Launch:
+    """Return how to cast a part that ``support.takes_slice`` takes into ``out``, (M, N), adjacent in a row."""
     arguments = {
         "x_ptr": part.x,
         "scale_ptr": part.scale,
@@ -382,17 +382,17 @@ def part_cast(part: Part, out: torch.Tensor) -> Launch:
     return over(part.x, PART, quantize.cast_part, arguments, WARPS_8)
 
 
-class Parts:
+class SliceCasts:
     """Casts many parts into one memory, worked out once, to be run whenever their values changed.
 
     It holds where the parts lie, and neither the parts nor a memory.
 
     Args:
-        parts: those that ``support.takes_part`` takes.
+        parts: those that ``support.takes_slice`` takes.
         offsets: the bytes from the memory's begin to the data of each, multiples of ``ALIGNMENT``.
     """
 
-    def __init__(self, parts: Sequence[Part], offsets: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[ShardSlice], offsets: Sequence[int]) -> None:
         # A launch is compiled for one of each: format, dtypes, alignment, and whether tiles are whole.
         groups = defaultdict(list)
         for part, offset in zip(parts, offsets, strict=True):
@@ -411,19 +411,19 @@ class Parts:
         return [each._replace(arguments={**each.arguments, "out_ptr": memory}) for each in self._launches]
 
 
-def _is_aligned(part: Part) -> bool:
+def _is_aligned(part: ShardSlice) -> bool:
     """Return whether every row and its codes begin at multiples of 16 elements."""
     sizes = part.x.shape[1], part.out_stride
     return part.x.data_ptr() % ALIGNMENT == 0 and all(size % ALIGNMENT == 0 for size in sizes)
 
 
-def _is_whole(part: Part) -> bool:
+def _is_whole(part: ShardSlice) -> bool:
     """Return whether every program casts a whole tile."""
     rows, cols = part.x.shape
     return rows % PART[0] == 0 and cols % PART[1] == 0
 
 
-def _of_many(placed: Sequence[tuple[Part, int]], aligned: bool, whole: bool) -> Launch:
+def _of_many(placed: Sequence[tuple[ShardSlice, int]], aligned: bool, whole: bool) -> Launch:
     """Return the launch for parts that one kernel takes, each with the offset of its data, without their memory."""
     rows: list[int] = []
     programs: list[int] = []

@@ -15,13 +15,13 @@ from f8sub.kernels.triton.bf16x2 import (
     codes_of_rows,
     finite_pair,
     high,
-    last,
-    last_of_tile,
-    later,
-    later_of_each,
+    interleaved,
+    larger_of_each_half,
+    larger_within_pairs,
+    largest_half_of_tile,
+    largest_halves,
     load_pairs,
     low,
-    one_by_one,
     order,
     store_column_words,
     store_inverses,
@@ -80,12 +80,12 @@ def _is_empty(ends_ptr, group, LINES):
 
 
 @triton.jit
-def _bits_one_by_one(halves):
-    return one_by_one(amax_bits_at(low(halves)), amax_bits_at(high(halves)))
+def _interleaved_bits(halves):
+    return interleaved(amax_bits_at(low(halves)), amax_bits_at(high(halves)))
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
-def quantize_lines_in_turn(
+def quantize_group_lines_one_pass(
     x_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
     col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
@@ -126,9 +126,9 @@ def quantize_lines_in_turn(
             even, odd = order(even), order(odd)
             if row_amax_ptr is not None:
                 lines = line + tl.arange(0, TILE.ROWS)
-                of_rows = _bits_one_by_one(last(later_of_each(even, odd), 1))
+                of_rows = _interleaved_bits(largest_halves(larger_within_pairs(even, odd), 1))
                 tl.atomic_max(row_amax_ptr + lines, of_rows, mask=lines < stop, sem="relaxed")
-            of_columns = _bits_one_by_one(last(later(even, odd), 0))
+            of_columns = _interleaved_bits(largest_halves(larger_of_each_half(even, odd), 0))
             tl.atomic_max(col_amax_ptr + group * N + j, of_columns, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
@@ -137,7 +137,7 @@ def quantize_lines_in_turn(
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
-def quantize_groups_in_turn(
+def quantize_groups_one_pass(
     x_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
     col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
@@ -163,7 +163,7 @@ def quantize_groups_in_turn(
     else:
         if group < COUNT:
             even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
-            bits = amax_bits_at(last_of_tile(order(even), order(odd)))
+            bits = amax_bits_at(largest_half_of_tile(order(even), order(odd)))
             tl.atomic_max(amax_ptr + group, bits, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
@@ -174,35 +174,36 @@ def quantize_groups_in_turn(
 
 
 @triton.jit
-def quantize_bands_in_turn(
-    x_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, BANDS, AHEAD, SIZE, STRIDE,
+def quantize_experts_one_pass(
+    x_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, EXPERTS, LOOKAHEAD, SIZE, STRIDE,
     CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``quantize.amax_of_bands`` and ``cast_bands`` in one launch: a band is cast AHEAD bands after it is read.
+    """Run ``quantize.amax_of_experts`` and ``cast_experts`` in one launch.
 
-    After the first ones, bands that are cast and bands that are read alternate; AHEAD < BANDS.
+    Expert e is cast while the amax of expert e + LOOKAHEAD is found: after the first ones, experts that are cast and
+    experts that are read alternate; LOOKAHEAD < EXPERTS.
     """
     parts = tl.cdiv(SIZE, BLOCK)
-    turn, start = tl.program_id(0) // parts - (AHEAD + 1), tl.program_id(0) % parts * BLOCK
-    # Turns: AHEAD + 1 reads, then casts and reads in turn while there are bands to read, then the remaining casts.
-    alternate = BANDS - (AHEAD + 1)
+    turn, start = tl.program_id(0) // parts - (LOOKAHEAD + 1), tl.program_id(0) % parts * BLOCK
+    # Turns: LOOKAHEAD + 1 reads, then a cast and a read in turn while experts remain to be read, then casts.
+    alternate = EXPERTS - (LOOKAHEAD + 1)
     is_cast = (turn >= 0) & ((turn >= 2 * alternate) | (turn % 2 == 0))
-    band = AHEAD + 1 + turn
+    expert = LOOKAHEAD + 1 + turn
     if is_cast:
-        band = tl.where(turn < 2 * alternate, turn // 2, turn - alternate)
+        expert = tl.where(turn < 2 * alternate, turn // 2, turn - alternate)
     elif turn >= 0:
-        band = AHEAD + 1 + turn // 2
+        expert = LOOKAHEAD + 1 + turn // 2
     offsets = tl.arange(0, BLOCK)
     inside = offsets < SIZE - start
-    pointers = x_ptr + band.to(tl.int64) * STRIDE + start + offsets
+    pointers = x_ptr + expert.to(tl.int64) * STRIDE + start + offsets
     if is_cast:
         x = load(pointers, inside, WHOLE, "evict_first").to(tl.float32)
-        _wait(done_ptr + band, parts)
-        scale = scale_from_amax(_amax(amax_ptr + band, True), CAST)
+        _wait(done_ptr + expert, parts)
+        scale = scale_from_amax(_amax(amax_ptr + expert, True), CAST)
         made = codes(scaled(finite_or_nan(x), scale, CAST, False), CAST.CODES)
-        store(row_ptr + band.to(tl.int64) * SIZE + start + offsets, made, inside, WHOLE)
-        tl.store(row_scale_inv_ptr + band, inverse(scale, CAST.POWER_OF_2), mask=start == 0)
+        store(row_ptr + expert.to(tl.int64) * SIZE + start + offsets, made, inside, WHOLE)
+        tl.store(row_scale_inv_ptr + expert, inverse(scale, CAST.POWER_OF_2), mask=start == 0)
     else:
         bits = magnitude_bits(load(pointers, inside, WHOLE, "evict_last").to(tl.float32))
-        tl.atomic_max(amax_ptr + band, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
-        _mark_done(done_ptr + band)
+        tl.atomic_max(amax_ptr + expert, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
+        _mark_done(done_ptr + expert)

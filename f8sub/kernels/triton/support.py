@@ -37,7 +37,7 @@ def why_no_kernel(format: Float8Format) -> str | None:
     return f"has tiles of a matrix, a row, 1x{EDGE} and squares of whole {EDGE}s, not {tile}"
 
 
-def is_of_bands(format: Float8Format, rows: int) -> bool:
+def has_scale_per_expert(format: Float8Format, rows: int) -> bool:
     """Return whether one scale serves so many whole rows of a matrix, which has no others: rowwise codes alone."""
     tile = format.tile
     return format.is_plain and tile.cols == ALL and tile.rows not in (1, ALL) and rows % tile.rows == 0
@@ -84,7 +84,7 @@ def device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.device(x.device)
 
 
-class Part(NamedTuple):
+class ShardSlice(NamedTuple):
     """A part of a matrix, with the arguments of ``cuda.cast_into`` for it.
 
     Attributes:
@@ -104,7 +104,7 @@ class Part(NamedTuple):
     out_stride: int
 
 
-def takes_part(part: Part) -> bool:
+def takes_slice(part: ShardSlice) -> bool:
     """Return whether a kernel casts a part together with others."""
     x, scale, format = part.x, part.scale, part.format
     return (

@@ -68,7 +68,7 @@ def amax_of_code_columns(
 
 
 @triton.jit
-def recast_by_lines(
+def requantize_lines(
     codes_ptr, scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE,
     SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def recast_by_lines(
 
 
 @triton.jit
-def recast_by_vectors(
+def requantize_vectors(
     codes_ptr, scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N, SCALE_STRIDE, BLOCK_STRIDE,
     SOURCE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from f8sub import Float8Format, Operand
 from f8sub.kernels import scales
 from f8sub.kernels.triton import multi_tensor_launch, support
-from f8sub.kernels.triton.multi_tensor_launch import Matrix
+from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 
 COUNT = 28
 """Weights of four Llama blocks."""
@@ -25,7 +25,7 @@ class Shards:
         self.parts = self.amax.split(sizes)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         matrices = [
-            Matrix(weight, format.tile, (0, 0), start, cols)
+            ShardInTable(weight, format.tile, (0, 0), start, cols)
             for weight, start, (_, cols) in zip(self.weights, starts, shapes, strict=True)
         ]
         self.launches = []

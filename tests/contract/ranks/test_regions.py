@@ -39,7 +39,7 @@ class Probe(Guest):
     def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
         return reduced.clone()
 
-    def tell(self, found: torch.Tensor) -> list[str]:
+    def report(self, found: torch.Tensor) -> list[str]:
         return []
 
 
@@ -75,9 +75,9 @@ class Spied:
         self.calls.append(("read", reduced.clone(), weight_amax.clone(), found.clone()))
         return found
 
-    def tell(self, found: torch.Tensor) -> list[str]:
+    def report(self, found: torch.Tensor) -> list[str]:
         self.calls.append(("tell", found.clone()))
-        return self._region.tell(found)
+        return self._region.report(found)
 
 
 def spy(model: nn.Module) -> tuple[Exchange, Spied]:

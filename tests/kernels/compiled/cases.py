@@ -49,7 +49,7 @@ class Case:
     def launches(self) -> list[Launch]:
         """All that the plan launches, over tensors without memory."""
         from f8sub.kernels.triton import quantize_launch
-        from f8sub.kernels.triton.support import Part
+        from f8sub.kernels.triton.support import ShardSlice
 
         x = torch.empty(self.shape, dtype=INPUTS.get(self.dtype, E4M3), device="meta")
         if self.name == "amaxes of many":
@@ -71,8 +71,8 @@ class Case:
         if what == "part":
             scale = torch.empty(format.tile.scale_shape(x.shape), device="meta")
             out = torch.empty(self.shape, dtype=torch.uint8, device="meta")
-            part = Part(x, format, torch.bfloat16, (0, 0), scale, out.stride(0))
-            together = quantize_launch.Parts([part, part], [0, out.numel()])
+            part = ShardSlice(x, format, torch.bfloat16, (0, 0), scale, out.stride(0))
+            together = quantize_launch.SliceCasts([part, part], [0, out.numel()])
             return [quantize_launch.part_cast(part, out), *together.launches(out)]
         if what:
             known, scale = what == "known", torch.empty(1, 1, device="meta")
@@ -141,11 +141,11 @@ def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launc
 def launches_over_tables(x: torch.Tensor) -> list[Launch]:
     """Amaxes of many matrices, whose dtypes are no part of the kernels; scales of them, of a past and of none."""
     from f8sub.kernels.triton import multi_tensor_launch
-    from f8sub.kernels.triton.multi_tensor_launch import Matrix
+    from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 
     whole, rounded = Float8Format(E4M3, Tile(ALL, ALL)), torch.bfloat16
     amax, scale, scale_inv = torch.empty(3, 8192, device="meta")
-    matrices = [Matrix(x, whole.tile, (0, 0), 0, 1), Matrix(x[:, :-1], whole.tile, (0, 0), 4, 1)]
+    matrices = [ShardInTable(x, whole.tile, (0, 0), 0, 1), ShardInTable(x[:, :-1], whole.tile, (0, 0), 4, 1)]
     pasts = [None, PriorScale(amax, 0.0, covers=True)]
     return [
         *multi_tensor_launch.amaxes(matrices, amax),

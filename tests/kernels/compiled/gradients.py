@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from f8sub.gradients import wire as gradient_wire
-from f8sub.gradients.wire import Source, chunk_size, layout_of
+from f8sub.gradients.wire import GradientChunks, chunk_size, layout_of
 from tests.kernels.compiled import compiler
 from tests.kernels.compiled.compiler import WARP
 
@@ -65,7 +65,7 @@ def launch_of(case: Case, ranks: int = 8) -> Launch:
     wire = torch.empty(ranks, layout.row_bytes, dtype=torch.uint8)
     if case.kernel == "pack":
         gradient = torch.empty(shape, dtype=dtype).view(-1)
-        sources = [Source(gradient, layout.chunks[0].size, gradient.numel())]
+        sources = [GradientChunks(gradient, layout.chunks[0].size, gradient.numel())]
         return gradient_wire.pack_launches(sources, layout, 1, wire)[0]
     return gradient_wire.add_launches(wire, layout, 1 / ranks, torch.empty(layout.numel, dtype=dtype))[0]
 

@@ -82,10 +82,10 @@ def test_ranks_that_tell_before_a_collective(on_ranks, silent):
         for i in range(POINTS):
             tells = rank != silent or i % 2
             if tells:
-                agreement.tell(f"t/{i}")
+                agreement.announce(f"t/{i}")
             collective.wait()
             if tells:
-                found.append(agreement.all_told(f"t/{i}", WORLD))
+                found.append(agreement.all_announced(f"t/{i}", WORLD))
         return found
 
     answers, kept = on_ranks(body)

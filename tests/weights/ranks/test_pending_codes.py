@@ -113,7 +113,7 @@ class Together:
     def __init__(self) -> None:
         self.launches, self.made = [], 0
 
-    def Parts(self, parts: Sequence[cuda.Part], offsets: Sequence[int]) -> Any:
+    def SliceCasts(self, parts: Sequence[cuda.ShardSlice], offsets: Sequence[int]) -> Any:
         """Each is cast as ``cast_into`` does; codes begin at multiples of 16 bytes."""
         self.made += 1
 
@@ -151,7 +151,7 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
     expected = losses()
     with pytest.MonkeyPatch.context() as monkeypatch:
         kernels = Together()
-        monkeypatch.setattr(cuda, "takes_part", lambda part: part.x.numel() > 0)
+        monkeypatch.setattr(cuda, "takes_slice", lambda part: part.x.numel() > 0)
         monkeypatch.setattr(f8sub.kernels.triton, "quantize_launch", kernels, raising=False)
         monkeypatch.setattr(cuda.support, "takes", lambda x: False)
         monkeypatch.setattr(cuda, "cast_into", reference_into)

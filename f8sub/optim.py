@@ -71,7 +71,7 @@ class MasterWeights(torch.optim.Optimizer):
         """Torch's constructor makes one; the states are the wrapped optimizer's."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of the wrapped optimizer, with masters for the weights that need them."""
+        """Add a group to the wrapped optimizer, with masters for the weights that need them."""
         super().add_param_group(param_group)
         if len(self.param_groups) > len(self.optimizer.param_groups):  # not while it is constructed
             group = self.param_groups[-1]
@@ -108,7 +108,7 @@ class MasterWeights(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer; the masters have no gradient outside of a step."""
+        """Reset gradients as any optimizer does; the masters have no gradient outside of a step."""
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class MasterWeights(torch.optim.Optimizer):
                 group["params"][:] = [master if stepped is weight else stepped for stepped in group["params"]]
 
     def _take(self, weights: list[torch.Tensor], *, frozen: bool = False) -> list[torch.Tensor]:
-        """What the wrapped optimizer steps instead of ``weights``; itself for a frozen one, unless those are taken."""
+        """Return what the wrapped optimizer steps instead of ``weights``; itself for a frozen one, unless taken."""
         taken = [self._take_one(weight, frozen) for weight in weights]
         for conversion in conversions_of(taken):
             reread_shards(record.module for record in conversion)

@@ -1,4 +1,4 @@
-"""Dependencies: what a captured step reads by address, or has as a constant, and whether that is as it was."""
+"""Dependencies: all that a captured step reads by address, or has as a constant, and whether that is as it was."""
 
 import operator
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 class _Tensors:
-    """Tensors that a graph reads by address.
+    """Compares tensors that a graph reads by address.
 
     All are compared by loops that run in C: a replay of a large model has some thousands.
     """
@@ -29,6 +29,7 @@ class _Tensors:
         self._sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._whole = [tensor for tensor in tensors if not is_dtensor(tensor)]
         self._learns = list(map(_learns, tensors))
+        # Addresses alone: values are the graph's to change, and a loaded state dict brings other memory.
         self._addresses = self._addresses_now()
 
     def difference(self, now: list[Any]) -> str | None:
@@ -56,7 +57,7 @@ _trains = operator.attrgetter("training")
 
 
 class Dependencies:
-    """What a captured step depends on, as it is when the step is captured.
+    """Records what a captured step depends on, and compares it before each replay.
 
     Args:
         parts: the model's.
@@ -75,6 +76,7 @@ class Dependencies:
         holders = [
             holder for module in self._modules for holder in (module._parameters, module._buffers) if holder
         ]
+        # Entries that are None, such as a bias that a layer has not, may stay so.
         filled = [(holder, *entry) for holder in holders for entry in holder.items() if entry[1] is not None]
         self._places = [(holder, name) for holder, name, _ in filled]
         self._held = _Tensors([tensor for *_, tensor in filled if tensor is not None])
@@ -86,6 +88,7 @@ class Dependencies:
 
     def difference(self) -> str | None:
         """Say what is no longer as it was; None where all is."""
+        # What changes most often comes first, and what costs most to compare last.
         if self._contexts != _contexts():
             return "another torch.autocast, f8sub.autocast or grad mode is entered"
         if self._training != list(map(_trains, self._modules)):
@@ -93,6 +96,7 @@ class Dependencies:
         now = [holder.get(name) for holder, name in self._places]
         if (found := self._held.difference(now)) is not None:
             return f"of the model {found}"
+        # A new table has its scales in other memory.
         if any(exchange.table is not table for exchange, table in self._tables):
             return "more layers were converted or sharded"
         if self._groups != (groups := self._groups_now()):
@@ -104,6 +108,7 @@ class Dependencies:
     def _groups_now(self) -> list[dict[str, Any]]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [
+            # The graph reads rates from the device, see ``optimizers.Rates``.
             {name: _comparable(value) for name, value in group.items() if name not in ("lr", "capturable")}
             for group in groups
         ]
@@ -114,7 +119,7 @@ class Dependencies:
 
 
 def _comparable(value: Any) -> Any:
-    """A group's option: parameters and tensors count by identity."""
+    """Return a group's option for comparison: parameters and tensors count by identity."""
     leaves = tree_leaves(value)
     return [id(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 

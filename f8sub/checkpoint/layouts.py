@@ -135,7 +135,7 @@ def tensors_of(operand: Operand, layout: str) -> dict[str, torch.Tensor]:
     """Return one layer's tensors by their names in a layout.
 
     The quantized data are ``operand``'s own. A scale of a whole tensor is repeated for each row, since engines that
-    fuse q, k and v quantize weights with one scale again.
+    fuse q, k and v quantize weights of one scale a second time.
     """
     rows, _ = operand.shape
     if layout == FP8:

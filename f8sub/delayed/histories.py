@@ -63,6 +63,7 @@ class _ShardedHistories(Histories):
         for record, state in zip(self.records, self.states, strict=True):
             if record.shard is not None:
                 take_part(state, record.shard.layout)
+        # amaxes and flags of x, w and dy for each row
         self.size = 2 * sum(self.sizes) * len(OPERANDS)
         self.rolled_at: int = 0 if before is None else before.rolled_at
         self.asked_at: int = -1 if before is None else before.asked_at
@@ -203,6 +204,7 @@ class DelayedHistories(Guest):
         recipe = record.module.plan.recipe
         if recipe.delayed is None:
             return None
+        # Asked at each reduction: the state's buffers may have moved to another device.
         return functools.partial(state_of(record.module, recipe, record.name).prior, W)
 
     @override
@@ -235,6 +237,7 @@ class DelayedHistories(Guest):
 
     @override
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
+        # Torch steps with rates of 0 to make states: no amax of such a step is a new one.
         if _makes_optimizer_state():
             return
         # What was loaded in place before this step does not cover it.
@@ -249,6 +252,7 @@ class DelayedHistories(Guest):
         self.steps += 1
         for weight in weights:
             if (record := _record_of(weight)) is not None:
+                # Weights that no optimizer stepped keep their histories of w.
                 _last_steps[record] = self.steps
 
     def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:

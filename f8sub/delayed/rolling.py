@@ -47,6 +47,7 @@ class Histories:
 
     def by_row(self, values: Sequence[bool]) -> torch.Tensor:
         """Return each layer's value for all of its rows: bool, (rows,)."""
+        # One copy to the device, cached by value: the same layers step every time.
         sent = constant(self._own.device, values)
         return sent if len(self.names) == len(values) else sent[self._layer_of_row]
 
@@ -136,6 +137,7 @@ class Replicas:
                 "of ddp.join() ranks may step differently often; give every rank as many batches, or take a recipe "
                 "with current scaling"
             )
+        # The reduction writes in place, and ``staged`` is this rank's own, which ``reduce_amax=False`` reads.
         maximum = staged.clone(memory_format=torch.contiguous_format)
         if self._group is not None:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group.of_next_call())

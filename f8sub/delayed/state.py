@@ -95,7 +95,9 @@ class ScalingState(torch.nn.Module):
             for name in OPERANDS:
                 length = self.scaling.amax_history_len
                 history = torch.zeros((length, *each), dtype=torch.float32, device=device)
+                # In the state dict: training goes on with the scales that it had.
                 self.register_buffer(f"history_{name}", history)
+                # Not in the state dict: a flag is read at the next roll, or never.
                 self.register_buffer(f"non_finite_{name}", history.new_zeros(each), persistent=False)
 
     @property
@@ -227,6 +229,7 @@ class _DelayedScales(NamedTuple):
         if self.stage:
             self.state.stage(self.operand, amax)
             if event is not None:
+                # ``event`` is one for all layers that were given this very x.
                 self.state.x_past = hash((self.state.x_past, event))
 
 
@@ -308,10 +311,12 @@ def _roll_of_recipe(recipe: Recipe, states: list[ScalingState], staged: torch.Te
         # history [amax_history_len, members of all stacks, 3]; ``histories`` lists x, w, dy of each state in turn.
         history = torch.stack([torch.cat(histories[operand::3], 1) for operand in range(3)], -1)
         scale, age = torch.cat(scales), torch.cat(ages)
+    # Row 0 is what was staged since the last roll; rolled below to the end, as the latest.
     history[0] = staged
     seen = staged > 0
     amax = _amax_of(history.flatten(1), scaling).view_as(staged)
     made = torch.zeros_like(scale)
+    # x, w and dy differ in format and margin: e4m3 and e5m2 have other largest values.
     for (format, margin), columns in _columns_by_format(recipe, scaling).items():
         # Not indexed by a list: a copy of that to a GPU is waited for.
         of_format = [torch.stack([each[:, column] for column in columns], 1) for each in (amax, scale)]
@@ -349,8 +354,10 @@ def _scale_of(
 ) -> torch.Tensor:
     if scaling.scaling_factor_compute_algo is None:
         usable = amax.isfinite() & (amax > 0)
+        # 0 is no scale: the state keeps the one that it has.
         return torch.where(usable, scale_with_margin(amax, format, margin), 0.0)
     flat = amax.flatten(), scale.flatten()
+    # A user's own rule, called with float32 amaxes and scales of all layers at once, as Transformer Engine does.
     made = scaling.scaling_factor_compute_algo(*flat, format.max, scaling)
     made = _checked(made, flat[0], "scaling_factor_compute_algo").view_as(amax)
     usable = made.isfinite() & (made > 0)
@@ -423,6 +430,7 @@ def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
     weight = local_tensor(getattr(layer, name))
     members = len(weight) if weight.dim() == 3 else None
     state = ScalingState(recipe, weight.device, members).train(layer.training)
+    # A submodule, so that state dicts and ``model.to`` take it along.
     setattr(layer, _place_of(name), ScalingStates([*states, state], layer.fqn))
     # From here on optimizers' steps are counted, which costs each of them a walk over its parameters.
     Conversion.counts_steps = True
@@ -468,6 +476,7 @@ def check_members(state: ScalingState, experts: int, fqn: str) -> None:
 def delayed_sources_of(layer: Any, recipe: Recipe, name: str = "weight") -> Sources:
     """Return the sources of a weight's state; amaxes of a forward in training count."""
     state = state_of(layer, recipe, name)
+    # Amaxes of evaluation are no part of the history.
     stage = torch.is_grad_enabled() and layer.training
     if not torch.compiler.is_compiling():
         state.notice_writes()

@@ -211,6 +211,7 @@ class GraphedStep:
         """Run what a graph holds: scales of the weights as they are, the function, and the optimizer if possible."""
         self._drop_gradients()
         if self._conversions:
+            # At the beginning, so that weights that were loaded or changed since the last step are read as they are.
             precompute_scales(self._parts)
         with self._looking_at("function"):
             found = self._function(*args, **kwargs)

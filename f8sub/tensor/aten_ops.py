@@ -88,6 +88,7 @@ def _copy_from(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return high-precision tensors: what asks for them is a gradient or a buffer, which is not float8."""
     tensor: Float8Tensor = args[0]
+    # The wrapper has no strides of its own: a meta tensor gives torch shape and dtype to follow.
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return func(meta, **{**kwargs, "device": kwargs.get("device") or tensor.device})
 
@@ -117,6 +118,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, w, bias = (*args, None)[:3]
     if not (isinstance(x, Float8Tensor) and isinstance(w, Float8Tensor)):
         return in_high_precision(func, args, kwargs)
+    # x [..., K] as rows [M, K]
     rows = aten.view.default(x, (-1, x.shape[-1]))
     # y [M, N] = x [M, K] @ w [N, K].t()
     y = _multiply(func, _usage(func, rows, "rowwise"), _usage(func, w, "rowwise"), x.dtype)
@@ -161,6 +163,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if axis is None or kwargs:
         return in_high_precision(func, args, kwargs)
     start, stop, step = slice(*asked).indices(tensor.shape[dim])
+    # A run of rows is cut, and may be a view; every second row has to be picked.
     if step == 1:
         out = slicing.cut(tensor, axis, start, max(start, stop))
         return return_and_correct_aliasing(func, args, kwargs, out)
@@ -196,6 +199,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if axis is None or not is_of_rows:
         return in_high_precision(func, args, kwargs)
     if index.dtype in (torch.bool, torch.uint8):
+        # Waits for the device: how many rows a mask picks is not known before.
         index = index.nonzero().flatten()
     size = tensor.shape[dim]
     return slicing.pick(tensor, axis, torch.where(index < 0, index + size, index).long())

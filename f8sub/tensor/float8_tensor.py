@@ -97,6 +97,7 @@ class Float8Tensor(torch.Tensor):
         """Return high-precision values, of its shape in ``dtype``; from the rowwise data where both are there."""
         if (rowwise := self.rowwise) is not None:
             return reference.dequantize(rowwise, self.dtype).view(self.shape)
+        # The columnwise operand is (cols, rows).
         return reference.dequantize(present(self.columnwise), self.dtype).t().reshape(self.shape)
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -115,6 +116,7 @@ class Float8Tensor(torch.Tensor):
         new_row = None if rowwise is False else row
         new_col = None if columnwise is False else col
         if rowwise and row is None:
+            # The same function both ways: a usage is the other one of the transposed matrix.
             new_row = _derive(present(col), "rowwise", "columnwise")
         if columnwise and col is None:
             new_col = _derive(present(row), "columnwise", "rowwise")
@@ -138,6 +140,7 @@ class Float8Tensor(torch.Tensor):
         return Float8Tensor(row, col, self.dtype, self.shape[:-1] if leading is None else leading)
 
     def _set_usages(self, rowwise: Operand | None, columnwise: Operand | None) -> None:
+        # Attributes by usage and part, because torch.compile asks for inner tensors by name.
         for usage, operand in (("rowwise", rowwise), ("columnwise", columnwise)):
             for part, value in zip(Operand._fields, operand or (None, None, None, None), strict=True):
                 setattr(self, f"{usage}_{part}", value)

@@ -105,6 +105,7 @@ def join(tensors: Sequence[Float8Tensor], axis: Axis) -> Float8Tensor:
         Float8ShapeError: a tile would lie in two of them, or they have different scales where one is for all.
     """
     first = tensors[0]
+    # Rows of the matrix are dim 0 of the rowwise operand (rows, cols), and dim 1 of the columnwise one (cols, rows).
     row = _join_operands([tensor.rowwise for tensor in tensors], axis.dim, "rowwise")
     col = _join_operands([tensor.columnwise for tensor in tensors], 1 - axis.dim, "columnwise")
     if (row is None and col is None) or len({tensor.dtype for tensor in tensors}) > 1:
@@ -136,6 +137,7 @@ def _with_dim(
 def _cut_operand(operand: Operand, dim: int, start: int, stop: int) -> Operand:
     # nvfp4 has two elements in each byte of a row.
     in_a_place = operand.format.codes_per_byte if dim == 1 else 1
+    # A view if rows are cut, a copy if columns are: GEMMs take contiguous rows.
     data = operand.data.narrow(dim, start // in_a_place, (stop - start) // in_a_place)
     scale_inv, edge = operand.scale_inv, _edge(operand, dim)
     if edge != ALL:

@@ -283,6 +283,7 @@ def _attach(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             continue
         monitor, file = _begun.pop(part)
         if ranks[0]:  # a later stage of a pipeline
+            # One file per stage: its first rank writes, and stages have other layers.
             file.path = file.path.with_name(f"{file.path.stem}.{ranks[0]}{file.path.suffix}")
         monitor.group = group
         monitor.attach(optimizer)
@@ -366,4 +367,5 @@ def set_policy(model: torch.nn.Module, args: Any) -> None:
             "torchtitan for selective checkpointing, or leave the option out"
         )
     for block in blocks:
+        # What ``checkpoint_wrapper`` would have been given, had torchtitan asked for a policy.
         block.checkpoint_fn = functools.partial(block.checkpoint_fn, context_fn=checkpoint_policy(keep))

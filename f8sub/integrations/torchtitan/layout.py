@@ -173,6 +173,7 @@ def register() -> None:
     Raises:
         Float8ConfigError: as of ``attribute``, where torchtitan's config system runs.
     """
+    # Its config system imports ``f8sub.titan`` by name; a user's ``import f8sub.titan`` may come without torchtitan.
     torchtitan_runs = "torchtitan.config" in sys.modules
     try:
         attribute(installed().looked_for)

@@ -138,6 +138,7 @@ class Options:
     def precompute(self) -> bool:
         """True if scales are computed after each optimizer step."""
         wanted = self.precompute_float8_dynamic_scale_for_fsdp
+        # Without a float8 all-gather there are no scales to compute ahead.
         return self.enable_fsdp_float8_all_gather if wanted is None else wanted
 
 

@@ -77,6 +77,7 @@ class Float8ModelConverter:
             )
         file = options.monitor_file or str(Path(job_config.job.dump_folder) / FILE)
         self.options = replace(options, monitor_file=file)
+        # Eager SwiGLU between the products costs three passes over memory.
         compiled = job_config.compile.enable and "model" in job_config.compile.components
         register_grouped_experts(job_config.compile.backend if compiled else None)
 

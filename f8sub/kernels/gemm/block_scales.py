@@ -83,6 +83,7 @@ def spread(operand: Operand, rows: int, cols: int, *, transposed: bool = False) 
 
 def vectors(operand: Operand) -> torch.Tensor:
     """Return scales of 1x128: float32, (rows filled up to a multiple of 16, blocks), column-major."""
+    # Stored so already, as kernels store it: nothing is copied.
     if _is_column_major(operand.format) and is_laid_out(operand) and not operand.shape[0] % ALIGNMENT:
         return operand.scale_inv
     return _filled(spread(operand, 1, BLOCK, transposed=True), ALIGNMENT).t()

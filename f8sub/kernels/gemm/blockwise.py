@@ -122,6 +122,7 @@ def why_not_measured(a: Float8Format, b: Float8Format, device: torch.device) -> 
     found = tuning.of(gpu, a, b)
     if not found:
         return f"has no measurement of {a} by {b} on {gpu}; scripts/tune_gemm.py makes them"
+    # Then the name would promise a choice that there is none of.
     if all(measured.winner == "scaled_mm" for measured in found):
         return f"is not needed: scaled_mm was faster at every shape ({'; '.join(map(str, found))})"
     return None

@@ -60,6 +60,7 @@ def gemm_of_a_byte(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tens
     swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE][:levels]
     left, right = aligned(a.data), aligned(b.data).t()
     of_a, of_b = ([swizzled(operand, size), *operand.tensors[2:]] for operand in (a, b))
+    # y [M, N], operands and scales filled up; what filled them up is cut off below
     y = scaled_mm(left, right, of_a, kinds, of_b, kinds, swizzles, swizzles, output_dtype=out_dtype)
     return cut(y, a.data.shape[0], b.data.shape[0])
 
@@ -128,6 +129,7 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     right, b_scale_inv, b_format, _ = b
     if not format.is_plain:
         return gemm_of_a_byte(a, b, out_dtype)
+    # More than one scale: per row or per block.
     has_rows = a_scale_inv.numel() > 1 or b_scale_inv.numel() > 1
     if has_rows or (left.dtype is right.dtype and left.is_cpu and _onednn_loops()):
         if _in_blocks(format, b_format):
@@ -161,6 +163,7 @@ def _gemm_nt_cuda(
         b_scale_inv = _padded_rows(b_scale_inv.t(), b.shape[0]).t()
         if out_dtype != torch.bfloat16 and _why_no_vector_scales(a.device) is not None:
             made = torch.bfloat16
+    # y [M, N] = a [M, K] @ b [N, K].t()
     y = aten_scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=made, use_fast_accum=fast_accum)
     return cut(y, rows, cols).to(out_dtype)
 
@@ -194,6 +197,7 @@ def _padded_rows(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
+    # Ada is the first with float8 tensor cores.
     if (major, minor) < (8, 9):
         return f"needs SM 8.9 (Ada) or newer, found {major}.{minor}"
     if not _in_blocks(a, b):

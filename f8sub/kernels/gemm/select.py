@@ -163,6 +163,7 @@ class Plan:
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
         """Return the plan of these fields, its key excepted, which is given here."""
+        # Numbered: two plans that are equal in another process have keys of their own there.
         plan = cls(*(*fields, str(next(plan_numbers))))
         cls.made[plan.key] = plan
         return plan

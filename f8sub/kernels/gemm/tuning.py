@@ -123,6 +123,7 @@ def nearest(gpu: str, a: Float8Format, b: Float8Format, shape: tuple[int, int, i
 
 def distance(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
     """Return the doublings of M, K and N between two shapes, in all."""
+    # In doublings: 128 rows are to 256 what 4096 are to 8192.
     return sum(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))
 
 

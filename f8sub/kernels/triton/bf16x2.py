@@ -45,6 +45,7 @@ def finite_pair(pair):
         return _bits(finite_or_nan(_lo(pair))) | (_bits(finite_or_nan(_hi(pair))) << 16)
     else:
         return tl.inline_asm_elementwise(
+            # x * 0 + x, as ``finite_or_nan``
             "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }",
             "=r,r",
             [pair],
@@ -100,6 +101,7 @@ def larger_within_pairs(a, b):
         return (tl.maximum(low(a), high(a)) & 0xFFFF) | (tl.maximum(low(b), high(b)) << 16)
     else:
         return tl.inline_asm_elementwise(
+            # l: the left halves of both, r: the right ones
             "{ .reg .b32 l, r; prmt.b32 l, $1, $2, 0x5410; prmt.b32 r, $1, $2, 0x7632; max.s16x2 $0, l, r; }",
             "=r,r,r",
             [a, b],
@@ -156,6 +158,7 @@ def codes_of_rows(pair, scale, CAST: tl.constexpr):
             [pair, scale],
             dtype=tl.uint16,
             is_pure=True,
+            # two pairs are one 32-bit register of data
             pack=2,
         )
 
@@ -209,6 +212,7 @@ def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: t
     Unless WHOLE, rows from ``stop`` on are zeros. KEEP is for the caches.
     """
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
+    # int32 words [M, N / 2]
     start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
     pointers = start + i[:, None] * (at.N // 2) + j[None, :]
     even = load(pointers, (at.row + i < stop)[:, None], WHOLE, KEEP)
@@ -227,6 +231,7 @@ def store_row_codes(
     if BY_8:
         # The same numbers, of which Triton sees no more than four side by side: the 8 elements of one load.
         j = j // 4 * 4 + j % 4
+    # 16-bit words [M, N / 2] of a rowwise operand [M, N]
     start = row_ptr.to(tl.pointer_type(tl.uint16)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
     pointers = start + i[:, None] * (at.N // 2) + j[None, :]
     store(pointers, even, (at.row + i < stop)[:, None], WHOLE)
@@ -243,6 +248,7 @@ def store_column_words(col_ptr, words, at, TILE: tl.constexpr):
     transposed = tl.trans(tl.reshape(split, (HALF, COLS)))
     i, j = tl.arange(0, HALF), tl.arange(0, COLS)
     start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
+    # 16-bit words [N, M / 2] of a columnwise operand [N, M]
     tl.store(start + j[:, None] * (at.M // 2) + i[None, :], transposed)
 
 

@@ -27,8 +27,10 @@ def scales_at(scale, first, k, size, stride, SIDE: tl.constexpr, LINES: tl.const
 def scaled(partial, a_scale, b_scale, A: tl.constexpr, B: tl.constexpr):
     """Return a partial sum, (ROWS, COLS), times the scales of both operands."""
     if A.edge == 1 and B.edge == 1:
+        # (ROWS, 1) and (1, COLS): both scales change within the tile
         return (partial * a_scale[:, None]) * b_scale[None, :]
     elif A.edge == 1:
+        # one product of scales per row, not two per element
         return partial * (a_scale * b_scale)[:, None]
     elif B.edge == 1:
         return partial * (a_scale * b_scale)[None, :]
@@ -76,6 +78,7 @@ def multiply(
         total += scaled(partial, a_factor, b_factor, A, B)
         a_factor, b_factor = next_a_factor, next_b_factor
     i, j = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    # [PARTS, M, N], or [M, N]
     pointers = out_ptr + part.to(tl.int64) * M * N + i.to(tl.int64)[:, None] * N + j[None, :]
     tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=(i < M)[:, None] & (j < N)[None, :])
 

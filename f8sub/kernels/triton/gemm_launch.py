@@ -70,6 +70,7 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str
     """Return the arguments of one operand: its data in blocks of (lines, 128), its scales, and how these are read."""
     codes = operand.data
     # Rows have to begin at multiples of 16 bytes.
+    # Zeros along K change no sum.
     if missing := -codes.shape[1] % ALIGNMENT:
         codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
     elif codes.data_ptr() % ALIGNMENT:
@@ -161,6 +162,7 @@ def product_by_rows(
         The launches, in order, and what they fill.
     """
     experts, cols, depth = b.data.shape
+    # y [M, N]
     out = a.data.new_empty((rows.total, cols), dtype=out_dtype)
     # Each group has at most one tile that is not whole.
     most = min(rows.total, rows.total // config.rows + experts)
@@ -215,6 +217,7 @@ def product_over_rows(
         programs: multiprocessors of the device.
     """
     experts, rows, cols = len(groups.ends), a.data.shape[0], b.data.shape[0]
+    # dw [E, N, K]
     out = a.data.new_empty((experts, rows, cols), dtype=out_dtype)
     table = a.data.new_empty(experts * FIELDS, dtype=torch.int32)
     listing = {**_group_arguments(groups), "table_ptr": table}

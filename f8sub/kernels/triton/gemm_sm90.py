@@ -71,6 +71,7 @@ def load_blocks(
         loaded = full.index(stage)
         # The barrier opens when so many bytes have arrived in this stage.
         mbarrier.expect(loaded, CODES + A_SCALES + B_SCALES)
+        # a [128, 128] and b [256, 128], 1 byte per element
         load_block(a, [a_line, k * 128], loaded, a_blocks.index(stage))
         load_block(b, [b_line, k * 128], loaded, b_blocks.index(stage))
         if A.edge == 1:
@@ -199,6 +200,7 @@ def sum_blocks(
     # A predicate of which the compiler knows nothing: the product gets the partial sum that was added last as an
     # accumulator that it does not read, and so has to take those registers.
     never = end < 0
+    # 4 x (64, 64) float32: 128 registers of each thread
     sums_0, sums_1, sums_2, sums_3 = zeros, zeros, zeros, zeros
     for first in range(begin, end, PASS):
         base = turn % STAGES
@@ -214,6 +216,7 @@ def sum_blocks(
             mbarrier.wait(full.index(stage), phase)
             a, b = a_blocks.index(stage).slice(FIRST, 64, 0), b_blocks.index(stage)
             if u == 0:
+                # The first block of a pass: no partial sum is left whose registers it could take.
                 product_0 = multiply(a, b, zeros, False, 0)
                 product_1 = multiply(a, b, zeros, False, 64)
             else:
@@ -299,7 +302,9 @@ def multiply_persistently(
         mbarrier.init(full.index(stage), count=1)
         # both warpgroups arrive before the loader may fill it again
         mbarrier.init(empty.index(stage), count=2)
+    # The barriers are to be seen by the accelerator, too, before the first load.
     fence_async_shared()
+    # Two warpgroups with 64 rows each, and one warp that loads for both.
     gl.warp_specialize(
         [
             (

@@ -20,6 +20,7 @@ def clear_from(first, out_ptr, M, N, BLOCK: tl.constexpr):
     """Write zeros in the rows of a matrix from ``first`` on, by all programs."""
     zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
     for past in range(first + tl.program_id(0), M, tl.num_programs(0)):
+        # int64: M * N may exceed 2**31.
         row = past + tl.zeros((BLOCK,), tl.int64)
         for col in range(0, N, BLOCK):
             j = col + tl.arange(0, BLOCK)
@@ -136,10 +137,12 @@ def multiply_groups(
         group, begin = tl.load(entry), tl.load(entry + 1)
         end = begin + tl.load(entry + 2)
         a_line, b_line = index * ROWS, col
+        # dw [E, N, K]: the group's matrix begins at row group * M of the result (E * M, N).
         out_row = group * M + a_line
         out_end = group * M + M
         a_first = out_row
     else:
+        # Row 0 of the table has the count of tiles.
         entry = table_ptr + (index + 1) * 4
         group, a_line, out_row, out_end = (
             tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3),

@@ -98,6 +98,7 @@ def sum_blocks_in_place(
     sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(empty.index((turn + STAGES - 1) % STAGES), count=1, pred=end > begin)
     left, right = halves(sums, 256)
+    # In quarters of 64 columns, as ``sum_blocks`` returns them.
     sums_0, sums_1 = halves(left, 128)
     sums_2, sums_3 = halves(right, 128)
     return sums_0, sums_1, sums_2, sums_3, turn
@@ -164,6 +165,7 @@ def multiply_groups(
                 a_scale, b_from, a_blocks, b_blocks, a_scales, b_scales, full, empty, turn, a_line, col, begin, end,
                 A_LINES, N, a_stride, b_stride, A, B, CONFIG, PASS, FIRST,
             )  # fmt: skip
+        # Where the scales of these 64 rows begin.
         a_first = (out_row if OVER_ROWS else a_line) + FIRST
         row = out_row + FIRST
         store_quarter(out_ptr, sums_0, a_scale, b_scale, group, a_first, row, out_end, col, N, A, B)

@@ -77,11 +77,13 @@ class Launch(NamedTuple):
         key = self._key(values)
         known = _compiled.get(key)
         if known is not None:
+            # Triton's own look at the arguments is left out: the key says that they are of the same kind.
             known[self.programs, 1, 1](*values)
             return
         compiled = self.kernel[(self.programs,)](*values, **self.compile_options)
         # The interpreter compiles nothing.
         if isinstance(compiled, CompiledKernel):
+            # All at once: what is in use is there again after one call.
             if len(_compiled) >= MOST:
                 _compiled.clear()
             _compiled[key] = compiled
@@ -225,6 +227,7 @@ def run(
 def _kind_of_tensor(tensor: torch.Tensor | None, address: int | None) -> Hashable:
     if tensor is None or address is None:
         return None
+    # Whatever the launches of a call follow from; of the address only its alignment.
     return tensor.shape, tensor.stride(), tensor.dtype, address % ALIGNMENT, tensor.get_device()
 
 

@@ -63,6 +63,7 @@ def _largest_of_program(
         count = tl.minimum(cols - start, SPAN)
         if ALIGNED:
             count = tl.multiple_of(count, 16)
+        # One row, or SPAN elements of it.
         found = _largest_of_line(x_ptr + row * stride + start, count, BLOCK)
         entry += row * entry_stride
     else:
@@ -84,6 +85,7 @@ def _largest_of_program(
 @triton.jit
 def _largest_of_line(x_ptr, count, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
+    # Kept elementwise over the whole span, reduced across threads once.
     largest = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, count, BLOCK):
         x = tl.load(x_ptr + start + i, mask=start + i < count, other=0.0)
@@ -121,6 +123,7 @@ def scales_of_many(
     scale = scale_from_amax(amax, CAST)
     if prior_ptr is not None:
         prior = tl.load(prior_ptr + i, mask=inside, other=1.0)
+        # A scale of 0: none was computed so far.
         prior = tl.where(prior == 0.0, first_scale(amax, CAST, HEADROOM), prior)
         scale = tl.where(amax == 0.0, prior, tl.minimum(prior, scale))
     scale_inv = inverse(scale, CAST.POWER_OF_2 and prior_ptr is None)

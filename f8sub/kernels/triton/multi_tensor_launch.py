@@ -123,6 +123,7 @@ def _amaxes(matrices: list[ShardInTable], table: torch.Tensor, aligned: bool) ->
         counts.append(programs)
     device = matrices[0].data.device
     indices = torch.arange(len(matrices), dtype=torch.int32, device="cpu")
+    # One entry for each program: which matrix it reads.
     of_program = indices.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
     arguments = {
         "matrices_ptr": sent_to(device, rows),

@@ -45,6 +45,7 @@ def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         offsets = tl.arange(0, BLOCK)
         x = load(x_ptr + start + offsets, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
+        # As integers: NaN and infinity are then one comparison, and the maximum an atomic.
         bits = magnitude_bits(x.to(tl.float32))
         tl.atomic_max(amax_ptr, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
 
@@ -69,6 +70,7 @@ def cast_with_one(
         scale = tl.load(prior_ptr)
         if amax_ptr is not None:
             scale = scale_from_prior(scale, tl.load(amax_ptr), CAST, HEADROOM, COVERS)
+        # Before infinity becomes NaN: ``largest`` tells both, for the amax history.
         bits = tl.maximum(magnitude_bits(even), magnitude_bits(odd))
         tl.atomic_max(largest_ptr, tl.max(bits), sem="relaxed")
     even, odd = finite_or_nan(even), finite_or_nan(odd)
@@ -122,6 +124,7 @@ def stage_amax(amax_ptr, staged_ptr, met_ptr):
     """Take one amax into a staged one: ``cuda.stage``."""
     amax, staged, met = tl.load(amax_ptr), tl.load(staged_ptr), tl.load(met_ptr)
     is_finite = magnitude_bits(amax) < EXPONENT_BITS
+    # A running maximum: micro-batches and recomputed forwards come in any number.
     tl.store(staged_ptr, tl.where(is_finite, tl.maximum(staged, amax), staged))
     tl.store(met_ptr, tl.where(is_finite, met, 1.0))
 
@@ -142,6 +145,7 @@ def amax_of_lines(
     for step in tl.range(STEPS, num_stages=STAGES):
         at = moved(first, step * TILE.ROWS, 0)
         even, odd = load_finite_halves(x_ptr, at, TILE, "")
+        # Rows end with this tile, columns go on with the next: theirs are reduced once at the end.
         if row_amax_ptr is not None:
             i = at.row + 2 * tl.arange(0, TILE.ROWS // 2)
             even_bits = amax_bits(tl.max(tl.abs(even), 1))
@@ -163,6 +167,7 @@ def cast_with_lines(
     """Cast each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    # (ROWS / 2, COLS) each; scales are (ROWS / 2, 1) for rows, (1, COLS) for columns
     even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
     i, j = at.row + 2 * tl.arange(0, TILE.ROWS // 2), at.col + tl.arange(0, TILE.COLS)
     if row_ptr is not None:
@@ -185,6 +190,7 @@ def quantize_rows(
 ):
     """Quantize rowwise alone, one scale per row: a row per program, read for its amax, kept in L2, read again."""
     start, j = tl.program_id(0).to(tl.int64) * N, tl.arange(0, PART)
+    # x (M, N) and the rowwise data have the same shape.
     x_row, made_row = x_ptr + start, row_ptr + start
     parts = tl.cdiv(N, PART)
     largest = tl.zeros((PART,), tl.float32)
@@ -209,10 +215,12 @@ def quantize_whole_rows(x_ptr, row_ptr, row_scale_inv_ptr, M, N, CAST: tl.conste
     i, j = row + tl.arange(0, TILE.ROWS), tl.arange(0, TILE.COLS)
     # The same numbers, of which Triton sees no more than eight side by side: the bf16 elements of one load.
     j = j // 8 * 8 + j % 8
+    # (ROWS, COLS), COLS at least N: a program has whole rows
     at = i.to(tl.int64)[:, None] * N + j[None, :]
     inside = (i < M)[:, None] & (j < N)[None, :]
     x = finite_or_nan(load(x_ptr + at, inside, TILE.WHOLE, "evict_first").to(tl.float32))
     scale = scale_from_amax(tl.max(tl.abs(x), 1), CAST)
+    # scale_inv (M, 1)
     store(row_scale_inv_ptr + i, inverse(scale, CAST.POWER_OF_2), i < M, TILE.WHOLE)
     made = codes(scaled(x, scale[:, None], CAST, False), CAST.CODES)
     store(row_ptr + at, made, inside, TILE.WHOLE)
@@ -271,6 +279,7 @@ def _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST: tl.constexpr
     scale_inv = tl.join(inverse(even_scale, CAST.POWER_OF_2), inverse(odd_scale, CAST.POWER_OF_2))
     ROWS: tl.constexpr = TILE.ROWS
     line = at.row + tl.arange(0, ROWS)
+    # scale_inv [N / COLS, M], stored column-major for cuBLASLt
     scales = row_scale_inv_ptr + (at.col // TILE.COLS).to(tl.int64) * at.M + line
     tl.store(scales, tl.reshape(scale_inv, (ROWS,)), mask=line < at.M)
 
@@ -289,6 +298,7 @@ def quantize_squares(
     if STRIDE is None:
         square = place(tl.program_id(0), M, N, EDGE, EDGE)
     else:
+        # Experts (E, M, N): rowwise alone, each with its own squares.
         matrix, square = place_in_stack(tl.program_id(0), M, N, EDGE, EDGE)
         x_ptr += matrix * STRIDE
         row_ptr += matrix * M * N
@@ -302,6 +312,7 @@ def quantize_squares(
         HALF: tl.constexpr = TILE.ROWS // 2
         COLS: tl.constexpr = TILE.COLS
         largest = tl.zeros((HALF, COLS), tl.float32)
+        # "evict_last" asks L2 to keep what is read again.
         for part in range(PARTS * PARTS):
             at = moved(square, part // PARTS * TILE.ROWS, part % PARTS * TILE.COLS)
             even, odd = load_finite_halves(x_ptr, at, TILE, "evict_last")
@@ -354,6 +365,7 @@ def cast_parts(
     number = tl.load(part_of_program_ptr + tl.program_id(0))
     part = parts_ptr + number * FIELDS
     index = tl.program_id(0) - tl.load(part + FIRST_PROGRAM).to(tl.int32)
+    # An address from the table: one launch reads many tensors.
     x_ptr = tl.load(part + ADDRESS).to(tl.pointer_type(ELEMENT))
     out_ptr += tl.load(part + OUT_OFFSET)
     rows, cols = tl.load(part + ROWS).to(tl.int32), tl.load(part + COLS).to(tl.int32)
@@ -388,6 +400,7 @@ def _cast_tile(
         lines = ((first_row + i) // TILE_ROWS).to(tl.int64)
         # (ROWS, 1): scales of this column of tiles, by the rows' place in the whole matrix
         scale = tl.load(scales + lines * SCALE_STRIDE, mask=i < M)[:, None]
+    # Rounded to the dtype of the forward first: all-gathered and local casts agree to the bit.
     made = codes(scaled(finite_or_nan(x.to(THROUGH).to(tl.float32)), scale, CAST, True), CAST.CODES)
     out = out_ptr + i.to(tl.int64)[:, None] * OUT_STRIDE + j[None, :]
     store(out, made, inside, TILE.WHOLE)

@@ -69,6 +69,7 @@ def quantize_paired_vectors(
     WHOLE: tl.constexpr = strips_ptr is None
     line, stop = _source(strips_ptr, STRIPS, at, EDGE)
     if not WHOLE:
+        # A strip of no group: what a GEMM reads there has to be zeros.
         if line >= stop:
             _store_past(col_ptr, col_scale_inv_ptr, at, EDGE, TILE)
             return
@@ -82,12 +83,14 @@ def quantize_paired_vectors(
     even, odd = finite_pair(even), finite_pair(odd)
     if row_ptr is not None:
         even_scale, odd_scale = scale_at(low(of_rows), CAST), scale_at(high(of_rows), CAST)
+        # [N / EDGE, rows of x], as cuBLASLt reads scales of 1x128
         scales = row_scale_inv_ptr + (at.col // EDGE).to(tl.int64) * LINES + line
         store_inverses(scales, even_scale, odd_scale, stop - line, WHOLE, CAST.POWER_OF_2)
         even_codes = codes_of_rows(even, even_scale[:, None], CAST)
         odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
         store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, WHOLE, TILE)
     left_scale, right_scale = scale_at(low(of_columns), CAST), scale_at(high(of_columns), CAST)
+    # [M / EDGE, N]: columns are the rows of the columnwise operand
     scales = col_scale_inv_ptr + (at.row // EDGE).to(tl.int64) * N + at.col
     store_inverses(scales, left_scale, right_scale, EDGE, True, CAST.POWER_OF_2)
     words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
@@ -139,9 +142,11 @@ def cast_pairs_with_prior(
     CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Cast as ``quantize.cast_with_one`` with a prior scale, for columns, and for rows unless their pointer is None."""
+    # The last tile first: if an amax was taken, its last tiles are still in L2.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     scale = tl.load(prior_ptr)
+    # Only where the scale may be missing or has to cover the amax.
     if amax_ptr is not None:
         scale = scale_from_prior(scale, tl.load(amax_ptr), CAST, HEADROOM, COVERS)
     even, odd = load_pairs(x_ptr, at.M, at, True, TILE, "evict_first")

@@ -99,6 +99,7 @@ def lay_out(
     stop = tl.minimum(tl.load(ends_ptr + found, mask=is_found, other=0), ROWS)
     start = tl.minimum(tl.load(ends_ptr + found - 1, mask=is_found & (found > 0), other=0), ROWS)
     is_strip = strip < STRIPS
+    # row 0 of the table: the strip's first row of x; row 1: its group's end; row 2: its group
     tl.store(strips_ptr + strip, tl.where(is_found, start + (strip - begin) * EDGE, 0), mask=is_strip)
     tl.store(strips_ptr + STRIPS + strip, stop, mask=is_strip)
     tl.store(strips_ptr + 2 * STRIPS + strip, found, mask=is_strip)
@@ -124,6 +125,7 @@ def lines_of(strips_ptr, STRIPS, row, STEP: tl.constexpr, ROWS: tl.constexpr, ED
     """
     i = STEP * tl.arange(0, ROWS // STEP)
     if EDGE % ROWS == 0:
+        # One strip has all ROWS of them, so one lookup does.
         strip = row // EDGE
         line = tl.load(strips_ptr + strip) + row % EDGE + i
     else:
@@ -206,6 +208,7 @@ def cast_groups_with_one(
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
     # By all programs: an empty group has no tile of its own, and its scale is stored all the same.
     for one in range(index, COUNT, tl.num_programs(0)):
+        # scale_inv (COUNT, 1)
         scale_inv = inverse(scale_from_amax(tl.load(amax_ptr + one), CAST), CAST.POWER_OF_2)
         if row_ptr is not None:
             tl.store(row_scale_inv_ptr + one, scale_inv)
@@ -406,6 +409,7 @@ def quantize_group_exponents(
     if col_ptr is not None:
         DOWN: tl.constexpr = TILE.ROWS // EDGE
         COLS: tl.constexpr = TILE.COLS
+        # (tiles down, EDGE / 2, COLS): each tile of EDGE x 1 is EDGE / 2 pairs of rows
         largest = tl.reshape(larger_magnitude(even, odd), (DOWN, EDGE // 2, COLS))
         scale = scale_from_amax(tl.max(largest, 1), CAST)
         spread = tl.broadcast_to(scale[:, None, :], (DOWN, EDGE // 2, COLS))
@@ -429,6 +433,7 @@ def _store_exponent_vectors(
 ):  # fmt: skip
     HALF: tl.constexpr = TILE.ROWS // 2
     ALONG: tl.constexpr = TILE.COLS // EDGE
+    # (ROWS / 2, tiles along, EDGE)
     scale = scale_from_amax(tl.max(tl.reshape(tl.abs(x), (HALF, ALONG, EDGE)), 2), CAST)
     spread = tl.broadcast_to(scale[:, :, None], (HALF, ALONG, EDGE))
     store_lines(row_ptr, x, tl.reshape(spread, (HALF, TILE.COLS)), line, is_line, col, N, CAST, TILE)

@@ -153,12 +153,14 @@ def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
         else quantize_one_pass.quantize_group_lines_one_pass
     )
     programs = 2 * filled["TURNS"] * (filled["EDGE"] // EDGE) * (filled["N"] // EDGE)
+    # Occupancy first: programs that wait for amaxes hold their registers.
     options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
     return Launch(kernel, programs, {**filled, "TILE": shape_of(*SQUARE, True)}, options)
 
 
 def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:
     count, strips = filled["COUNT"], filled["STRIPS"]
+    # Triton's tensors have powers of two as sizes.
     held = max(16, 1 << (count - 1).bit_length())
     block = min(256, CELLS // held)
     first, laid_ends = laid_out or (None, None)

@@ -125,6 +125,7 @@ def quantization(
     if format is None:
         raise RuntimeError("asked to quantize for no usage")
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
+    # rowwise (M, N), columnwise (N, M)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
     filled = {"x_ptr": x, **operands(row_operand, col_operand), "CAST": cast_to(format)}
     largest, scratch = None, ()
@@ -246,6 +247,7 @@ def covering(
     rows, cols = arguments["M"], arguments["N"]
     down, along = area or tile
     shape = shape_of(*tile, rows % down == 0 and cols % along == 0)
+    # One program per area; WHOLE compiles the kernel without masks.
     return Launch(kernel, cdiv(rows, down) * cdiv(cols, along), {**arguments, "TILE": shape}, options)
 
 

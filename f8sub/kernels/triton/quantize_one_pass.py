@@ -99,6 +99,7 @@ def quantize_group_lines_one_pass(
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
         else:
+            # Loaded before the wait: the loads are on their way meanwhile.
             even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
             _wait(done_ptr + group, count * parts)
             even, odd = finite_pair(even), finite_pair(odd)
@@ -131,6 +132,7 @@ def quantize_group_lines_one_pass(
             of_columns = _interleaved_bits(largest_halves(larger_of_each_half(even, odd), 0))
             tl.atomic_max(col_amax_ptr + group * N + j, of_columns, sem="relaxed")
             _mark_done(done_ptr + group)
+        # Empty groups have no strips: their scales, which a GEMM reads, are 1.
         for one in range(strip, COUNT, TURNS):
             if (down == 0) & _is_empty(ends_ptr, one, LINES):
                 tl.store(col_scale_inv_ptr + one * N + j, tl.full((TILE.COLS,), 1.0, tl.float32))

@@ -136,6 +136,7 @@ def scale_from_amax(amax, CAST: tl.constexpr):
 @triton.jit
 def first_scale(amax, CAST: tl.constexpr, HEADROOM: tl.constexpr):
     """Return ``scales.scale_with_margin`` of an amax, float32; HEADROOM is two to the power of the margin."""
+    # In float64, as the reference divides: there is one of these per scale, not per element.
     exact = tl.full((), CAST.TOP, tl.float64) / (amax.to(tl.float64) * HEADROOM)
     scale = tl.minimum(exact, LARGEST_SCALE).to(tl.float32)
     if CAST.POWER_OF_2:
@@ -147,8 +148,10 @@ def first_scale(amax, CAST: tl.constexpr, HEADROOM: tl.constexpr):
 def scale_from_prior(prior, amax, CAST: tl.constexpr, HEADROOM: tl.constexpr, COVERS: tl.constexpr):
     """Return ``scales.scale_now``: ``amax`` counts where there is no prior scale, and where the scale COVERS it."""
     scale = prior
+    # 0 is no scale: none was computed yet.
     if prior == 0.0:
         scale = first_scale(amax, CAST, HEADROOM)
+    # A weight's scale may be old, but no element may exceed the range.
     if COVERS:
         scale = tl.where(amax == 0.0, scale, tl.minimum(scale, scale_from_amax(amax, CAST)))
     return scale
@@ -237,6 +240,7 @@ def store(pointers, values, inside, WHOLE: tl.constexpr):
 def load_halves(x_ptr, at, TILE: tl.constexpr, KEEP: tl.constexpr):
     """Load even and odd rows of a tile, float32, each (ROWS / 2, COLS); see ``load``."""
     i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
+    # int64: a matrix may have more than 2**31 elements.
     pointers = x_ptr + at.row.to(tl.int64) * at.N + at.col + i[:, None] * at.N + j[None, :]
     inside = (at.col + j < at.N)[None, :]
     even = load(pointers, inside=inside & (at.row + i < at.M)[:, None], WHOLE=TILE.WHOLE, KEEP=KEEP)
@@ -281,6 +285,7 @@ def store_columns(
     words = tl.trans(_words(even, odd, CAST.CODES))
     i, j = tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS)
     if col_ptr.dtype.element_ty == tl.uint16:
+        # words [N, M / 2]
         start = col_ptr + at.col.to(tl.int64) * (at.M // 2) + at.row // 2
         pointers = start + j[:, None] * (at.M // 2) + i[None, :]
         inside = (at.col + j < at.N)[:, None] & (at.row // 2 + i < at.M // 2)[None, :]

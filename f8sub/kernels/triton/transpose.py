@@ -33,6 +33,7 @@ def _load_values(
     pointers = codes_ptr + i.to(tl.int64)[:, None] * at.N + j[None, :]
     scales = scale_inv_ptr + i.to(tl.int64) * SCALE_STRIDE
     inside = (i < at.M)[:, None] & (j < at.N)[None, :]
+    # data (rows, COLS) uint8, times scale_inv (rows, 1)
     codes = load(pointers, inside, TILE.WHOLE, "")
     scale_inv = load(scales, i < at.M, TILE.WHOLE, "", OTHER=1.0)
     # The values are never in memory: they are computed once for the amaxes of columns and
@@ -62,6 +63,7 @@ def amax_of_code_columns(
         at = moved(first, step * TILE.ROWS, 0)
         values = _load_values(codes_ptr, scale_inv_ptr, at, SCALE_STRIDE, SOURCE, 1, TILE)
         largest = tl.maximum(largest, tl.abs(values))
+    # A product beyond float32 counts as the largest finite number, as ``reference.dequantize`` clamps.
     amax = tl.minimum(tl.max(largest, 0), LARGEST_FINITE)
     j = first.col + tl.arange(0, TILE.COLS)
     tl.atomic_max(col_amax_ptr + matrix * N + j, amax_bits(amax), mask=j < N, sem="relaxed")
@@ -99,6 +101,7 @@ def requantize_vectors(
     at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     scales = scale_inv_ptr + (at.col // TILE.COLS).to(tl.int64) * BLOCK_STRIDE
     even, odd = _load_halves(codes_ptr, scales, at, SCALE_STRIDE, SOURCE, TILE)
+    # (COLS,): a tile of ROWS x 1 for each column
     amax = tl.max(larger_magnitude(even, odd), 0)
     # The minimum of NaN and a number would be the number.
     scale = scale_from_amax(tl.where(amax > LARGEST_FINITE, LARGEST_FINITE, amax), CAST)
@@ -124,6 +127,7 @@ def transpose_codes(
     row, col = at.row, at.col
     source = codes_ptr + row.to(tl.int64) * (N // 2) + col // 2 + (2 * i)[:, None] * (N // 2) + j[None, :]
     target = out_ptr + col.to(tl.int64) * (M // 2) + row // 2 + (2 * j)[:, None] * (M // 2) + i[None, :]
+    # words (ROWS / 2, COLS / 2) of even and of odd rows
     inside = (row // 2 + i < M // 2)[:, None] & (col // 2 + j < N // 2)[None, :]
     even, odd = load(source, inside, TILE.WHOLE, ""), load(source + N // 2, inside, TILE.WHOLE, "")
     # Two rows by two columns are two words: [a b], [c d] become [a c], [b d], and then the words are transposed.

@@ -1,1 +1,1 @@
-"""Checkpoints in float8: what inference engines load, written, read and streamed."""
+"""Checkpoints in float8, written, read and streamed as inference engines load them."""

@@ -1,4 +1,4 @@
-"""How inference engines name, shape and describe float8 weights on disk.
+"""Names, shapes and descriptions of float8 weights on disk, as inference engines have them.
 
 | layout | tensors beside ``LAYER.`` | shape, dtype | formats |
 | --- | --- | --- | --- |
@@ -7,7 +7,7 @@
 | compressed-tensors, block | ``weight``; ``weight_scale`` | as fp8's | squares |
 | compressed-tensors, mxfp8 | ``weight``; ``weight_scale`` | e4m3 (N, K); uint8 exponents (N, K / 32) | 1x32 e8m0 |
 
-Every scale multiplies the codes. Sources: transformers' ``FineGrainedFP8Config`` and the ``Fp8Config`` of vLLM and
+Every scale multiplies the data. Sources: transformers' ``FineGrainedFP8Config`` and the ``Fp8Config`` of vLLM and
 SGLang, which read the first; compressed-tensors' ``QuantizationConfig`` for the others.
 
 Readers do some layouts otherwise than training, or not at all.

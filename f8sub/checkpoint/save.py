@@ -1,4 +1,4 @@
-"""save_float8: a checkpoint of a model's own codes, in safetensors, that inference engines load."""
+"""save_float8: a checkpoint of a model's own float8 data, in safetensors, that inference engines load."""
 
 import json
 import os

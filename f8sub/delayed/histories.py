@@ -1,4 +1,4 @@
-"""The amax histories of delayed scaling, which roll once an optimizer step.
+"""The amax histories of delayed scaling, which roll once per optimizer step.
 
     staged on this rank --maximum over the ranks that share the layers--> histories --> scales
 

@@ -1,4 +1,4 @@
-"""A CUDA graph by torch's own calls."""
+"""Records and replays a CUDA graph by torch's own calls."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,1 +1,1 @@
-"""What other libraries call: each module needs the library of its name."""
+"""Modules that other libraries call; each needs the library of its name."""

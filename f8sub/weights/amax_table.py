@@ -1,4 +1,4 @@
-"""AmaxTable: the amaxes of many weights side by side, for one all-reduce; their scales; and what is wrong with them."""
+"""AmaxTable: the amaxes of many weights side by side, for one all-reduce; their scales; and errors in them."""
 
 import itertools
 import warnings

@@ -1,4 +1,4 @@
-"""Checks of what ranks must have alike, before the first collective that depends on it; and of FSDP1.
+"""Compares ranks before the first collective that depends on what they have in common, and warns of FSDP1.
 
 FSDP1, torch's FullyShardedDataParallel, makes one flat parameter of many weights, and gathers no float8.
 """

@@ -1,4 +1,4 @@
-"""Exchange: what the ranks that shard the same weights alike reduce together, by one all-reduce.
+"""Exchange: the amaxes of weights that the same ranks shard, reduced by one all-reduce, and the scales from them.
 
 [Note: from an optimizer step to scales]
 

@@ -1,4 +1,4 @@
-"""precompute_scales: fresh scales for every gathered weight, one all-reduce a step."""
+"""precompute_scales: fresh scales for every gathered weight, by one all-reduce per step."""
 
 import functools
 import warnings

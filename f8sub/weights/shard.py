@@ -1,4 +1,4 @@
-"""One rank's shard of a float8 weight: its tiles in the amax table, its codes for the wire.
+"""One rank's shard of a float8 weight: its tiles in the amax table, its float8 data for the wire.
 
 PendingCodes: what FSDP2 is given to gather, cast right into the memory that it sends.
 

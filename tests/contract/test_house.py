@@ -38,10 +38,9 @@ MOST_FRAGMENTS = 0.105
 MOST_FRAGMENTS_OF_A_ROOM = {
     "names": 0.29,
     "values": 0.2,
+    "kernels": 0.06,
     "linear": 0.19,
     "experts": 0.24,
-    "kernels": 0.06,
-} | {
     "estimator": 0.33,
     "diagnostics": 0.24,
 }

@@ -1,1 +1,1 @@
-"""GEMMs of float8 operands: one file a backend, and which one is taken for a shape."""
+"""GEMMs of float8 operands: one file per backend, and the choice among them for a shape."""

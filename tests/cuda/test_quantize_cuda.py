@@ -38,13 +38,13 @@ def runs(monkeypatch) -> list[str]:
     from f8sub.kernels.triton import launch
 
     found: list[str] = []
-    run, again = launch.Launch.run, launch._Prepared.run
+    run, again = launch.Launch.run, launch._PreparedLaunches.run
 
     def counted_again(self, given: object) -> object:
         found.append("prepared")
         return again(self, given)
 
-    monkeypatch.setattr(launch._Prepared, "run", counted_again)
+    monkeypatch.setattr(launch._PreparedLaunches, "run", counted_again)
     monkeypatch.setattr(launch, "_launch_cache", {})
 
     def counted(self: launch.Launch) -> None:

@@ -102,8 +102,7 @@ def load_float8(
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]
         _check_memory(parts, device)
-        # Everything that can be wrong with names, shapes and scales is found from here on,
-        # before the first value is written.
+        # Names, shapes and scales are checked here, before the first value is written.
         sources = _matched(whole, parts, checkpoint, rename, strict)
         for part, of_part in sources.items():
             for source in of_part:
@@ -112,9 +111,7 @@ def load_float8(
         converted = (part.module.__dict__.get("converted") for part in sources)
         conversions = {each for each in converted if isinstance(each, Conversion)}
         for conversion in conversions:
-            # Guests finish what a state dict holds: a delayed history that is still on its way
-            # would overwrite what is loaded.
-            conversion.settle()
+            conversion.settle()  # else an amax history on its way would overwrite what is loaded
         again = []
         names = (progress or iter)([part.name for part in sources])
         for _, (part, of_part) in zip(names, sources.items(), strict=True):
@@ -127,8 +124,7 @@ def load_float8(
             if part.format is not None and not all(exact):
                 again.append(part.fqn)
         for conversion in conversions:
-            # Scales of the old values are out of date on every rank alike, like after load_state_dict.
-            conversion.loaded()
+            conversion.loaded()  # scales are out of date on every rank, as after load_state_dict
         reread_shards(p.module for p in sources if isinstance(p.module, Float8Linear) or p in experts)
         for part in sources:
             if isinstance(part.module, Float8Linear):

@@ -22,9 +22,9 @@ import torch
 
 import f8sub
 from f8sub.formats import ALL, Operand
+from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from f8sub.kernels.grouped import gemm as grouped_gemm
-from f8sub.kernels.grouped.gemm import GROUPED
 from f8sub.kernels.grouped.operands import Groups
 from scripts.bench.gpu.expert_steps import LIES, Lie
 from scripts.bench.gpu.experts import SHAPES, Problem, Product

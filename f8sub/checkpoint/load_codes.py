@@ -14,7 +14,6 @@ from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import Float8Experts
 from f8sub.formats import ALL, Operand, ScaleRule, Tile, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -66,7 +65,7 @@ def plan_for(layer: Float8Linear, *, is_power_of_2: bool) -> Plan | None:
     recipe = recipe_for(plan.recipe, is_power_of_2=is_power_of_2)
     if recipe is None or recipe is plan.recipe:
         return None if recipe is None else plan
-    return Plan.make(recipe, plan.device, plan.backend)
+    return plan.with_recipe(recipe)
 
 
 def recipe_for(recipe: Recipe, *, is_power_of_2: bool) -> Recipe | None:
@@ -133,7 +132,7 @@ class Held(NamedTuple):
         scales: float32, a matrix of all experts' tiles, one expert's after the other's.
     """
 
-    plan: GroupedPlan
+    plan: Plan
     scales: torch.Tensor
 
 
@@ -165,7 +164,7 @@ def held_experts(
             continue
         plan = module.plan
         if recipe is not plan.recipe:
-            plan = GroupedPlan.make(recipe, plan.device, plan.backend)
+            plan = plan.with_recipe(recipe)
         for part in parts:
             check_not_gathered(module, part.attribute)
             found[part] = Held(plan, matrices[part])

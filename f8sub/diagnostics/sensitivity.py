@@ -23,7 +23,6 @@ from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.experts.grouped_linear import GroupedCall, Product, multiply, watchers
 from f8sub.experts.module import Float8Experts
 from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.grouped.gemm import GroupedPlan
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
@@ -146,7 +145,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             exits.callback(layer.register_forward_hook(look, with_kwargs=True).remove)
             plan = layer.plan
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
-            layer.plan = Plan.make(high, plan.device, plan.backend)
+            layer.plan = plan.with_recipe(high)
         for probe in PROBES:
             exits.callback(probe.enter(model, note))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
@@ -234,7 +233,7 @@ class ExpertsProbe(Probe):
         for module in modules.values():
             plan = module.plan
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
-            module.plan = GroupedPlan.make(high, plan.device, plan.backend)
+            module.plan = plan.with_recipe(high)
         watchers.append(watch)
         return leave
 
@@ -247,7 +246,7 @@ def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Float8Experts)}
 
 
-def _look(fqn: str, plan: GroupedPlan, product: Product, call: GroupedCall, note: Note) -> None:
+def _look(fqn: str, plan: Plan, product: Product, call: GroupedCall, note: Note) -> None:
     x, weight, groups, _, y = product
     with torch.no_grad():
         y8 = multiply(x.detach(), weight, groups, call._replace(plan=plan))

@@ -15,7 +15,7 @@ from f8sub.experts import adapters
 from f8sub.experts.module import Float8Experts, float8_class, plain_class
 from f8sub.experts.seams import AUTO_EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.formats import MULTIPLE
-from f8sub.kernels.grouped.gemm import GroupedPlan
+from f8sub.kernels.gemm.select import Plan
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
@@ -73,7 +73,7 @@ class ExpertsConverter(Converter):
         device = next(module.parameters()).device
         if device.type == "meta":
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        plan = GroupedPlan.make(recipe, torch.device(device.type), backend)
+        plan = Plan.make(recipe, torch.device(device.type), backend, grouped=True)
 
         def convert(conversion: Conversion) -> None:
             made: Any = module

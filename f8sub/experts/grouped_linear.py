@@ -19,7 +19,7 @@ from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
 from f8sub.kernels import ops
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.kernels.grouped import ops as grouped_ops
-from f8sub.kernels.grouped.gemm import GroupedPlan, in_high_precision, is_one_by_one
+from f8sub.kernels.grouped.gemm import in_high_precision, is_one_by_one
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_format, seen_transposed
 from f8sub.kernels.grouped.quantize import (
     brought_to_rows,
@@ -51,7 +51,7 @@ from f8sub.weights.weight import Weight
 class GroupedCall(NamedTuple):
     """One call: the plan, the dtype that x and w are cast from, how the weight is stored, and whence scales come."""
 
-    plan: GroupedPlan
+    plan: Plan
     dtype: torch.dtype
     transposed: bool
     sources: Sources = CURRENT_SOURCES
@@ -280,7 +280,7 @@ def grouped_linear(
         recipe: None for that of the converted module whose forward calls this or that the weight is of, or of the
             context that ``autocast`` entered for it; high precision in any other.
         transposed: whether the weight is stored as (E, K, N).
-        backend: see ``GroupedPlan.make``; with a recipe only.
+        backend: see ``Plan.make``; with a recipe only.
 
     Returns:
         (M, N), in x's dtype or that of ``torch.autocast``.
@@ -338,10 +338,10 @@ def _module_of(weight: torch.Tensor) -> Any:
     return forward.module
 
 
-def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> GroupedPlan:
+def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> Plan:
     if module.plan.device.type != (device := x.device).type:
         module.follow(device)
-    plan: GroupedPlan = module.plan
+    plan: Plan = module.plan
     if not autocast.was_entered and torch.compiler.is_compiling():
         return plan
     name = adapters.name_in(module, weight)
@@ -357,10 +357,10 @@ class _Plans:
 _plans: Any = _Plans()
 
 
-def _plan_of(recipe: Recipe | str, device: str, backend: str) -> GroupedPlan:
+def _plan_of(recipe: Recipe | str, device: str, backend: str) -> Plan:
     if not isinstance(recipe, str):
-        return GroupedPlan.make(recipe, torch.device(device), backend)
-    plan: GroupedPlan = getattr(_plans, _named(recipe, device, backend))
+        return Plan.make(recipe, torch.device(device), backend, grouped=True)
+    plan: Plan = getattr(_plans, _named(recipe, device, backend))
     return plan
 
 
@@ -369,7 +369,7 @@ def _named(recipe: str, device: str, backend: str) -> str:
     """The attribute of ``_plans`` that holds the plan."""
     name = f"{recipe} on {device} by {backend}"
     if not hasattr(_plans, name):
-        setattr(_plans, name, GroupedPlan.make(get_recipe(recipe), torch.device(device), backend))
+        setattr(_plans, name, Plan.make(get_recipe(recipe), torch.device(device), backend, grouped=True))
     return name
 
 

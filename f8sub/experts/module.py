@@ -13,7 +13,7 @@ from f8sub.experts.adapters import adapters_apart, own_parameter
 from f8sub.experts.grouped_linear import GroupedCall, grouped_linear, local_part, rowwise_of_experts, running
 from f8sub.experts.seams import Seam
 from f8sub.formats import Float8Format
-from f8sub.kernels.grouped.gemm import GroupedPlan
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
 from f8sub.linear.float8_linear import refuse_compiling, sources_of
 from f8sub.weights.conversion import Conversion, LayerGuest
@@ -33,7 +33,7 @@ class Float8Experts(torch.nn.Module):
         weights: the names of its weights, and whether each is stored transposed, (E, K, N).
     """
 
-    plan: GroupedPlan
+    plan: Plan
     fqn: str
     converted: Conversion
     float8_all_gather: bool
@@ -94,13 +94,13 @@ class Float8Experts(torch.nn.Module):
         """Select backends anew where the module came to a device of another type."""
         if self.plan.device.type != device.type:
             refuse_compiling(self.fqn, self.plan.device, device)
-            self.plan = GroupedPlan.make(self.plan.recipe, torch.device(device.type), self.plan.backend)
+            self.plan = self.plan.on(torch.device(device.type))
 
     @property
     def how(self) -> str:
         """Recipe and backend, and what deviates from the defaults."""
         in_high_precision = [name for name in self.weights if not self.is_gathered(name)]
-        words = [self.plan.described]
+        words = [self.plan.recipe.name, self.plan.described]
         if in_high_precision:
             which = "" if len(in_high_precision) == len(self.weights) else f"{', '.join(in_high_precision)} "
             words.append(f"{which}gathered in high precision")

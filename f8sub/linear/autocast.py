@@ -160,7 +160,7 @@ def _make(own: Any, recipe: Recipe, codes: bool, keep_x: str) -> Any:
             "context with another recipe, or convert the layer with keep_x='auto'"
         )
     try:
-        return type(own).make(recipe, own.device, own.backend)
+        return own.with_recipe(recipe)
     except Float8ConfigError as error:
         return f"recipe {recipe.name!r} of the context: {error}"
 

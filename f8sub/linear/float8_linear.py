@@ -328,7 +328,7 @@ class Float8Linear(torch.nn.Linear):
         if self.plan.device.type == device.type:
             return
         refuse_compiling(self.fqn, self.plan.device, device)
-        self.plan = Plan.make(self.plan.recipe, device, self.plan.backend)
+        self.plan = self.plan.on(device)
         for guest in self.converted.layer_guests:
             guest.planned(self.converted, [self.plan])
 

@@ -5,7 +5,7 @@ import torch
 
 import f8sub
 from f8sub.experts.adapters import Adapted, Added
-from f8sub.kernels.grouped.gemm import GroupedPlan
+from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.grouped.quantize import quantize_both
 from tests.data_sets import DTYPES, gaussian, generator
@@ -43,7 +43,7 @@ def made(recipe: str, backend: str, counts: list[int], no_waiting: bool = False)
 def runs(recipe: str, backend: str) -> None:
     """Skip where a backend does not multiply a recipe here."""
     try:
-        GroupedPlan.make(f8sub.get_recipe(recipe), DEVICE, backend)
+        Plan.make(f8sub.get_recipe(recipe), DEVICE, backend, grouped=True)
     except f8sub.Float8ConfigError as error:
         pytest.skip(str(error))
 
@@ -69,10 +69,10 @@ def test_what_multiplies():
     """Ours on Hopper, torch's own one scale a row elsewhere."""
     capability = torch.cuda.get_device_capability()
     for recipe in ("rowwise", "blockwise", "gridquant", "tensorwise"):
-        plan = GroupedPlan.make(f8sub.get_recipe(recipe), DEVICE)
+        plan = Plan.make(f8sub.get_recipe(recipe), DEVICE, grouped=True)
         if capability == (9, 0):
             assert {plan.fprop, plan.dgrad, plan.wgrad} == {"triton"}
-    assert GroupedPlan.make(f8sub.get_recipe("mxfp8"), DEVICE).fprop == "dequantize"
+    assert Plan.make(f8sub.get_recipe("mxfp8"), DEVICE, grouped=True).fprop == "dequantize"
 
 
 def test_a_step_is_captured_in_a_graph():

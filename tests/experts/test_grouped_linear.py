@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.grouped.gemm import GROUPED, GroupedPlan
+from f8sub.kernels.gemm.select import GROUPED, Plan
 from f8sub.kernels.grouped.operands import Groups, derive_columnwise
 from f8sub.kernels.grouped.quantize import (
     derive_columnwise_of_experts,
@@ -232,30 +231,30 @@ def test_in_high_precision_rows_of_no_expert_are_zero():
 def test_plans_are_chosen_and_shown():
     cpu = torch.device("cpu")
     for name in ("tensorwise", "rowwise", "blockwise"):
-        found, recipe = GroupedPlan.make(f8sub.get_recipe(name), cpu), f8sub.get_recipe(name)
+        found, recipe = Plan.make(f8sub.get_recipe(name), cpu, grouped=True), f8sub.get_recipe(name)
         assert [found.fprop, found.dgrad, found.wgrad] == list(Plan.make(recipe, cpu).gemms.values())
-    mixed = GroupedPlan.make(f8sub.get_recipe("rowwise_with_gw_hp"), cpu, "dequantize").described
-    assert mixed == "rowwise_with_gw_hp, fprop by dequantize, dgrad by dequantize, wgrad in high precision"
+    mixed = Plan.make(f8sub.get_recipe("rowwise_with_gw_hp"), cpu, "dequantize", grouped=True).described
+    assert mixed == "dequantize, wgrad in high precision"
     assert list(GROUPED) == ["triton", "scaled_grouped_mm", "dequantize", "scaled_mm", "reference"]
     text = refusal(
-        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "scaled_grouped_mm"
+        f8sub.Float8ConfigError, Plan.make, f8sub.get_recipe("rowwise"), cpu, "scaled_grouped_mm", True
     )
     assert "runs on cuda, not on cpu" in text
     assert "tiles of 128x128" in refusal(
-        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("blockwise"), cpu, "scaled_mm"
+        f8sub.Float8ConfigError, Plan.make, f8sub.get_recipe("blockwise"), cpu, "scaled_mm", True
     )
     assert "triton runs on NVIDIA's GPUs, not on cpu" in refusal(
-        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "triton"
+        f8sub.Float8ConfigError, Plan.make, f8sub.get_recipe("rowwise"), cpu, "triton", True
     )
     assert "'nobody' has no grouped products" in refusal(
-        f8sub.Float8ConfigError, GroupedPlan.make, f8sub.get_recipe("rowwise"), cpu, "nobody"
+        f8sub.Float8ConfigError, Plan.make, f8sub.get_recipe("rowwise"), cpu, "nobody", True
     )
 
 
 def test_recipes_that_groups_do_not_take():
     for device, backend in (("cuda", "auto"), ("cpu", "triton")):
         asked = f8sub.get_recipe("nvfp4"), torch.device(device), backend
-        message = refusal(f8sub.Float8ConfigError, GroupedPlan.make, *asked)
+        message = refusal(f8sub.Float8ConfigError, Plan.make, *asked, True)
         assert "by backend 'reference' on a CPU alone" in message
         assert "pack codes" in message
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.kernels.grouped.gemm import GroupedPlan
+from f8sub.kernels.gemm.select import Plan
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import interpreted
 from tests.selection import long_but
@@ -57,7 +57,7 @@ def made(recipe: str, backend: str, counts: list[int]) -> list[torch.Tensor]:
 def test_products_are_the_references(recipe, kind):
     counts = COUNTS[kind]
     with on_the_cpu():
-        plan = GroupedPlan.make(f8sub.get_recipe(recipe), torch.device("cpu"), "triton")
+        plan = Plan.make(f8sub.get_recipe(recipe), torch.device("cpu"), "triton", grouped=True)
         assert {plan.fprop, plan.dgrad, plan.wgrad} - {None} == {"triton"}
         found = made(recipe, "triton", counts)
     for name, a, b in zip(("y", "dx", "dw"), found, made(recipe, "reference", counts), strict=True):

@@ -2,16 +2,20 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 
 from f8sub.errors import Float8ConfigError, unknown
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import MULTIPLE, Float8Format, Operand
 from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm import blockwise, scaled_mm
+from f8sub.kernels.grouped import cuda as grouped_cuda
+from f8sub.kernels.grouped import gemm as grouped_gemm
+from f8sub.kernels.grouped.gemm import GroupedBackend
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.triton import support
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
@@ -50,28 +54,66 @@ GEMM = {
 }
 """Backends by name, the preferred one first: what was measured on this GPU; without that cuBLASLt, then our own."""
 
+
+def _why_not_scaled_mm(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"multiplies experts one by one on a CPU, not on {device.type}"
+    return GEMM[SCALED_MM].why_not(a, b, device)
+
+
+def _one_by_one(name: str, why_not: Callable[..., str | None]) -> GroupedBackend:
+    return grouped_gemm.one_by_one(lambda *operands: gemm_nt(name, *operands), why_not)
+
+
+GROUPED = {
+    "triton": grouped_gemm.TRITON,
+    "scaled_grouped_mm": grouped_gemm.SCALED,
+    "dequantize": grouped_gemm.DEQUANTIZE,
+    SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
+    REFERENCE: _one_by_one(REFERENCE, lambda a, b, device: None),
+}
+"""Backends of grouped products, the fastest first: docs/experts.md has the figures. The last two read on the host where
+groups lie, so that they would make a GPU wait."""
+
+BACKENDS: dict[bool, Mapping[str, Backend | GroupedBackend]] = {False: GEMM, True: GROUPED}
+"""Backends of all products by ``Plan.grouped``."""
+
+ON_CPU = SCALED_MM, REFERENCE
+"""What "auto" takes for groups on a CPU: what multiplies a linear layer there, so that both have the same bits."""
+
+ASKED_AS = {SCALED_MM: "scaled_grouped_mm"}
+"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart for groups on a GPU."""
+
 _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM.items()}
 """The same GEMMs behind operators, for what ``torch.compile`` may not look into."""
 
 
-def select_gemm(spec: GemmSpec, device: torch.device, backend: str = "auto") -> str | None:
-    """Return the name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
+def select_gemm(
+    spec: GemmSpec, device: torch.device, backend: str = "auto", grouped: bool = False
+) -> str | None:
+    """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
     No such backend, or none that can, is a ``Float8ConfigError``, which carries every candidate's reason.
     """
-    if backend != "auto" and backend not in GEMM:
-        raise unknown("backend", backend, ["auto", *GEMM])
-    # A GEMM with one operand in high precision has both in high precision.
+    backends = BACKENDS[grouped]
+    if backend != "auto" and backend not in backends:
+        if not grouped:
+            raise unknown("backend", backend, ["auto", *backends])
+        raise Float8ConfigError(
+            f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(backends)}"
+        )
     if spec.a is None or spec.b is None:
         return None
     reasons = {}
-    # In order of preference: the first that can is taken. A backend asked for by name is never replaced.
-    for name in GEMM if backend == "auto" else [backend]:
-        reason = GEMM[name].why_not(spec.a, spec.b, device)
+    preferred = ON_CPU if grouped and device.type in ("cpu", "meta") else backends
+    for name in preferred if backend == "auto" else [backend]:
+        reason = backends[name].why_not(spec.a, spec.b, device)
         if reason is None:
             return name
         reasons[name] = reason
     listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    if grouped:
+        raise Float8ConfigError(f"no grouped product of {spec.a} by {spec.b} on {device}: {listed}")
     raise Float8ConfigError(
         f"no backend can multiply {spec.a} by {spec.b} on {device}: {listed}. "
         "Choose another recipe, or backend='reference' (slow, any device)"
@@ -104,20 +146,29 @@ def gemm_nt(
         return run(a, b, out_dtype, fast_accum)
 
 
-plan_numbers = itertools.count()
+def multiply_rows(
+    backend: str, a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor:
+    """``GroupedBackend.rows`` of the backend of that name, with zeros in the rows past the last group."""
+    y = GROUPED[backend].rows(a, b, groups, out_dtype, fast_accum)
+    return y if GROUPED[backend].clears else grouped_gemm.clear_past(y, groups.ends)
+
+
+_plan_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A recipe bound to a device: the backend of each GEMM, None where it stays in high precision.
+    """A recipe bound to a device: the backend of each product, None where it stays in high precision.
 
     A frozen value, so ``torch.compile`` takes it for a constant; ``key`` is its own in ``made``: no int, which dynamo
     takes for a dynamic one where plans differ. ``any_layout`` says whether all GEMMs read transposed views, so that no
-    codes are ever copied transposed; ``backend`` is what was asked for, see ``select_gemm``.
+    codes are ever copied transposed; ``backend`` is what was asked for, see ``select_gemm``; ``grouped``, whether rows
+    are of several experts, whose products are grouped.
     """
 
-    made: ClassVar[dict[str, Any]] = {}
-    """By key: these, and the plans of other products, which have recipe, device, backend, key and ``make`` as well."""
+    made: ClassVar[dict[str, "Plan"]] = {}
+    """By key."""
 
     recipe: Recipe
     fprop: str | None
@@ -126,12 +177,19 @@ class Plan:
     any_layout: bool
     device: torch.device
     backend: str
+    grouped: bool
     key: str
 
     @property
     def gemms(self) -> dict[str, str | None]:
         """The backend of each GEMM by its name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @property
+    def multiple(self) -> int:
+        """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
+        least = MULTIPLE if self.grouped and self.device.type == "cuda" else 1
+        return max(least, GROUPED[self.wgrad].multiple) if self.grouped and self.wgrad is not None else least
 
     @property
     def described(self) -> str:
@@ -146,28 +204,64 @@ class Plan:
                 parts.append(f"{which} {'in high precision' if name is None else f'by {name}'}")
         specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
         formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
-        slow = [f for f in formats if support.why_no_triton(self.device) or support.why_no_kernel(f)]
+        why_no_kernel = grouped_cuda.why_no_kernel if self.grouped else support.why_no_kernel
+        slow = [f for f in formats if support.why_no_triton(self.device) or why_no_kernel(f)]
         if self.device.type != "cpu" and slow:
             parts.append(f"cast by {REFERENCE}")
         return ", ".join(parts)
 
     @classmethod
     @functools.cache
-    def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "Plan":
-        """Select the backends of the three GEMMs; equal questions get the same plan, so compiled code is shared."""
-        gemms = [select_gemm(spec, device, backend) for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
-        any_layout = all(GEMM[name].takes_any_layout(device) for name in gemms if name is not None)
-        return cls._of(recipe, *gemms, any_layout, device, backend)
+    def make(
+        cls, recipe: Recipe, device: torch.device, backend: str = "auto", grouped: bool = False
+    ) -> "Plan":
+        """Three times ``select_gemm``; equal questions get the very same plan, so that compiled code is shared.
+
+        Args:
+            recipe: of the three products.
+            device: that they run on.
+            backend: "auto", or the name of one; of groups also ``convert_to_float8``'s name of one.
+            grouped: see ``Plan``.
+
+        Raises:
+            Float8ConfigError: a backend that cannot run the recipe.
+        """
+        asked = _asked_of_groups(recipe, device, backend) if grouped else backend
+        specs = recipe.fprop, recipe.dgrad, recipe.wgrad
+        gemms = [select_gemm(spec, device, asked, grouped) for spec in specs]
+        found = [GEMM[name] for name in gemms if name is not None] if not grouped else []
+        any_layout = not grouped and all(one.takes_any_layout(device) for one in found)
+        return cls._of(recipe, *gemms, any_layout, device, backend, grouped)
+
+    def with_recipe(self, recipe: Recipe) -> "Plan":
+        """The plan of another recipe for the same products."""
+        return Plan.make(recipe, self.device, self.backend, self.grouped)
+
+    def on(self, device: torch.device) -> "Plan":
+        """The plan of the same products on another device."""
+        return Plan.make(self.recipe, device, self.backend, self.grouped)
 
     @classmethod
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
-        """Return the plan of these fields, its key excepted, which is given here."""
-        # Numbered: two plans that are equal in another process have keys of their own there.
-        plan = cls(*(*fields, str(next(plan_numbers))))
+        """The plan of these fields, its key excepted, which is given here."""
+        plan = cls(*(*fields, str(next(_plan_numbers))))
         cls.made[plan.key] = plan
         return plan
 
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
         """Copy to the plan itself; one that is unpickled, maybe on another device, gets a key of this process."""
         return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "key")
+
+
+def _asked_of_groups(recipe: Recipe, device: torch.device, backend: str) -> str:
+    """The backend of groups that ``convert_to_float8``'s name of one is; Float8ConfigError where there is none."""
+    asked = ASKED_AS.get(backend, backend) if device.type == "cuda" else backend
+    if not grouped_gemm.is_one_by_one(recipe):
+        return asked
+    if device.type not in ("cpu", "meta") or asked not in ("auto", REFERENCE):
+        raise Float8ConfigError(
+            f"experts take recipe {recipe.name!r} by backend 'reference' on a CPU alone, not by {backend!r} on "
+            f"{device}: {grouped_gemm.ONE_BY_ONE}"
+        )
+    return REFERENCE

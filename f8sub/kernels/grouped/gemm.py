@@ -1,4 +1,4 @@
-"""Grouped products, and what runs them: chosen at conversion, shown in ``repr``, never replaced where asked for.
+"""Grouped products, and what runs them; ``gemm/select.py`` chooses.
 
 Two products serve a layer: of tokens with the weights of their expert, (M, K) x (E, N, K) -> (M, N), which are fprop
 and dgrad; and over the tokens of each expert, (N, M) x (K, M) -> (E, N, K), which is wgrad.
@@ -8,20 +8,17 @@ Triton's are for Hopper; torch's own run in high precision.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, MULTIPLE, Float8Format, Operand, Tile
 from f8sub.kernels.gemm.block_scales import BLOCK
 from f8sub.kernels.gemm.blockwise import multiprocessors, why_not_device
-from f8sub.kernels.gemm.select import GEMM, REFERENCE, SCALED_MM, Plan, gemm_nt, plan_numbers
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows, default_grouped_config
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.triton import support
-from f8sub.recipe import GemmSpec, Recipe
+from f8sub.recipe import Recipe
 from f8sub.torch_compat import EXPERTS, aten_scaled_grouped_mm, problems
 
 TRITON_MULTIPLE = BLOCK
@@ -227,8 +224,16 @@ def _dequantized_weights(
     return dw.to(out_dtype)
 
 
+TRITON = GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE, clears=True)
+SCALED = GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE)
+DEQUANTIZE = GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights)
+
+GemmNt = Callable[[Operand, Operand, torch.dtype, bool], torch.Tensor]
+"""``a @ b.t()``: (M, K) x (N, K) -> (M, N) of a dtype, with or without fast accumulation."""
+
+
 def _rows_one_by_one(
-    backend: str,
+    gemm_nt: GemmNt,
     a: Tokens,
     b: ExpertWeights,
     groups: Groups,
@@ -242,12 +247,12 @@ def _rows_one_by_one(
     ):
         if end > first:
             part = a.of_group(index, start, stop)
-            out[first:end] = gemm_nt(backend, part, b.of_group(index), out_dtype, fast_accum)
+            out[first:end] = gemm_nt(part, b.of_group(index), out_dtype, fast_accum)
     return out
 
 
 def _weights_one_by_one(
-    backend: str, a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+    gemm_nt: GemmNt, a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
     shape = len(groups.ends), a.data.shape[0], b.data.shape[0]
     out = a.scale_inv.new_zeros(shape, dtype=out_dtype)
@@ -255,46 +260,16 @@ def _weights_one_by_one(
     for index, (of_a, of_b) in enumerate(bounds):
         if of_a[1] > of_a[0]:
             left, right = a.of_group(index, *of_a), b.of_group(index, *of_b)
-            out[index] = gemm_nt(backend, left, right, out_dtype, fast_accum)
+            out[index] = gemm_nt(left, right, out_dtype, fast_accum)
     return out
 
 
-def _one_by_one(
-    backend: str, why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
+def one_by_one(
+    gemm_nt: GemmNt, why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
 ) -> GroupedBackend:
-    rows, weights = (functools.partial(run, backend) for run in (_rows_one_by_one, _weights_one_by_one))
+    """Each expert by itself, by a linear layer's product."""
+    rows, weights = (functools.partial(run, gemm_nt) for run in (_rows_one_by_one, _weights_one_by_one))
     return GroupedBackend(why_not, rows, weights, clears=True)
-
-
-def _why_not_scaled_mm(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"multiplies experts one by one on a CPU, not on {device.type}"
-    return GEMM[SCALED_MM].why_not(a, b, device)
-
-
-GROUPED = {
-    "triton": GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE, clears=True),
-    "scaled_grouped_mm": GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE),
-    "dequantize": GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights),
-    SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
-    REFERENCE: _one_by_one(REFERENCE, lambda a, b, device: None),
-}
-"""Backends by name, the fastest first: docs/experts.md has the figures. The last two read on the host where groups lie,
-so that they would make a GPU wait."""
-
-ON_CPU = SCALED_MM, REFERENCE
-"""What "auto" takes on a CPU: what multiplies a linear layer there, so that both have the same bits."""
-
-ASKED_AS = {SCALED_MM: "scaled_grouped_mm"}
-"""What ``convert_to_float8`` calls a backend of linear layers, and its counterpart here on a GPU."""
-
-
-def multiply_rows(
-    backend: str, a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
-) -> torch.Tensor:
-    """``GroupedBackend.rows`` of the backend of that name, with zeros in the rows past the last group."""
-    y = GROUPED[backend].rows(a, b, groups, out_dtype, fast_accum)
-    return y if GROUPED[backend].clears else clear_past(y, groups.ends)
 
 
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -320,75 +295,6 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedPlan:
-    """A recipe bound to a device: the backend of each grouped product, None where it stays in high precision.
-
-    ``backend`` is what was asked for, and ``key`` its own in ``Plan.made``.
-    """
-
-    recipe: Recipe
-    fprop: str | None
-    dgrad: str | None
-    wgrad: str | None
-    device: torch.device
-    backend: str
-    key: str
-
-    @classmethod
-    @functools.cache
-    def make(cls, recipe: Recipe, device: torch.device, backend: str = "auto") -> "GroupedPlan":
-        """The plan of a recipe.
-
-        Args:
-            recipe: of the three products.
-            device: that they run on.
-            backend: "auto", one of ``GROUPED``, or ``convert_to_float8``'s name of one.
-
-        Raises:
-            Float8ConfigError: a backend that cannot run the recipe.
-        """
-        asked = ASKED_AS.get(backend, backend) if device.type == "cuda" else backend
-        specs = recipe.fprop, recipe.dgrad, recipe.wgrad
-        if is_one_by_one(recipe):
-            if device.type not in ("cpu", "meta") or asked not in ("auto", REFERENCE):
-                raise Float8ConfigError(
-                    f"experts take recipe {recipe.name!r} by backend 'reference' on a CPU alone, not by {backend!r} on "
-                    f"{device}: {ONE_BY_ONE}"
-                )
-            asked = REFERENCE
-        fprop, dgrad, wgrad = (_select(spec, device, asked) for spec in specs)
-        return cls._of(recipe, fprop, dgrad, wgrad, device, backend)
-
-    @classmethod
-    @functools.cache
-    def _of(cls, *fields: Any) -> "GroupedPlan":
-        plan = cls(*(*fields, f"experts {next(plan_numbers)}"))
-        Plan.made[plan.key] = plan
-        return plan
-
-    def __reduce__(self) -> tuple[Callable[..., "GroupedPlan"], tuple[Any, ...]]:
-        """As ``Plan``'s."""
-        return GroupedPlan._of, tuple(getattr(self, each.name) for each in fields(self) if each.name != "key")
-
-    @property
-    def described(self) -> str:
-        """The recipe, and the backends of the products."""
-        named = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
-        if len(set(named.values())) == 1:
-            return f"{self.recipe.name}, {self.fprop or 'high precision'}"
-        by = ", ".join(
-            f"{gemm} {'in high precision' if b is None else f'by {b}'}" for gemm, b in named.items()
-        )
-        return f"{self.recipe.name}, {by}"
-
-    @property
-    def multiple(self) -> int:
-        """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
-        least = MULTIPLE if self.device.type == "cuda" else 1
-        return least if self.wgrad is None else max(least, GROUPED[self.wgrad].multiple)
-
-
 ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which groups of tokens have not"
 
 
@@ -401,24 +307,6 @@ def is_one_by_one(recipe: Recipe) -> bool:
 def is_one_by_one_format(format: Float8Format) -> bool:
     """Whether a matrix of the format has codes for itself alone, not as a part of a larger one."""
     return format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
-
-
-def _select(spec: GemmSpec, device: torch.device, backend: str) -> str | None:
-    """Name of the backend that runs ``spec``; on a CPU "auto" is what a linear layer has there."""
-    if backend != "auto" and backend not in GROUPED:
-        raise Float8ConfigError(
-            f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(GROUPED)}"
-        )
-    if spec.a is None or spec.b is None:
-        return None
-    on_cpu = device.type in ("cpu", "meta")
-    reasons = {}
-    for name in (ON_CPU if on_cpu else GROUPED) if backend == "auto" else [backend]:
-        if (reason := GROUPED[name].why_not(spec.a, spec.b, device)) is None:
-            return name
-        reasons[name] = reason
-    listed = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
-    raise Float8ConfigError(f"no grouped product of {spec.a} by {spec.b} on {device}: {listed}")
 
 
 def in_high_precision(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:

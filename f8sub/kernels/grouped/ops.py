@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from f8sub.formats import Float8Format
+from f8sub.kernels.gemm import select
 from f8sub.kernels.grouped import cuda, gemm
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
@@ -199,11 +200,11 @@ def _is_of_checkpointing(mode: Any) -> bool:
 def rows(
     backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``gemm.multiply_rows`` by the backend of that name."""
+    """``select.multiply_rows`` by the backend of that name."""
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(gemm.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
+        multiply = functools.partial(select.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
@@ -219,7 +220,7 @@ def weights(
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        return gemm.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
+        return select.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
     lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
@@ -258,7 +259,7 @@ def _rows(
     left, right, backend = how.split()
     tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
     experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
-    return gemm.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
+    return select.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
 
 
 def _fake_rows(a: list[torch.Tensor], b: list[torch.Tensor], *rest: Any) -> torch.Tensor:
@@ -282,7 +283,7 @@ def _weights(
         Tokens(codes, scale, Float8Format.parse(name), Groups(first, ends, codes.shape[1]), True)
         for (codes, scale), name, (first, ends) in zip((a, b), formats, (lie[:2], lie[2:4]), strict=True)
     )
-    found = gemm.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
+    found = select.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
     return found.contiguous()
 
 

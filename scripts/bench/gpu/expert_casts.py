@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from f8sub import Float8Format
+from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gemm import GROUPED
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups
 from f8sub.kernels.grouped.quantize import derive_columnwise_of_experts, quantize_both, quantize_experts
 from scripts.bench import formats

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from f8sub.errors import Float8ConfigError
-from f8sub.kernels.grouped.gemm import GROUPED, GroupedPlan
+from f8sub.kernels.gemm.select import GROUPED, Plan
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.weights.master_weight import MasterWeight
 from scripts.bench.gpu.session import Session
@@ -139,7 +139,7 @@ class Variant:
                 importlib.import_module(TORCHAO)
                 return None if device.type == "cuda" else "its kernels run on cuda"
             if self.library == "f8sub":
-                GroupedPlan.make(f8sub.get_recipe(self.recipe), device, self.backend)
+                Plan.make(f8sub.get_recipe(self.recipe), device, self.backend, grouped=True)
         except (ImportError, Float8ConfigError) as error:
             return str(error)
         return None

@@ -15,7 +15,7 @@ import torch
 
 import f8sub
 from f8sub.kernels import reference
-from f8sub.kernels.grouped.gemm import GROUPED, multiply_rows
+from f8sub.kernels.gemm.select import GROUPED, multiply_rows
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.grouped.quantize import quantize_experts, quantize_tokens
 from f8sub.recipe import GemmSpec

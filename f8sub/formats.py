@@ -274,7 +274,7 @@ class Operand(NamedTuple):
         return cls(data, scales[0], format, *scales[1:])
 
 
-Present = TypeVar("Present", Operand, Float8Format)
+Present = TypeVar("Present")
 
 
 def present(operand: Present | None) -> Present:

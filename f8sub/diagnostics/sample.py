@@ -24,8 +24,7 @@ from f8sub.host_copy import sent_to
 from f8sub.kernels import reference
 from f8sub.kernels.grouped.gemm import is_one_by_one, is_one_by_one_format
 from f8sub.kernels.grouped.operands import Groups
-from f8sub.kernels.grouped.quantize import cast_tokens, quantize_experts
-from f8sub.kernels.quantize import quantize
+from f8sub.kernels.quantize import quantize, quantize_experts
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, plan_of, sources_of, weight_rowwise
@@ -410,9 +409,7 @@ class _Watch:
             parts = (_cast_alone(values[first:end], format) for first, end in groups.host_bounds)
             self.sample.take(name, role, format, parts)
             return
-        made = cast_tokens(values, groups, format, None, 1, source.prior()).rowwise
-        if made is None:
-            raise RuntimeError("cast_tokens returned no rowwise operand for a rowwise format")
+        made = present(quantize(values, format, None, source, groups=groups).rowwise)
         codes, scale, is_none = made.by_row(groups)
         operand = Operand(codes, scale.expand(codes.shape).contiguous(), each_element(format))
         codes.view(torch.uint8).masked_fill_(is_none, 0)

@@ -16,24 +16,17 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed, own_parameter
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
-from f8sub.kernels import ops
+from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.kernels.grouped import ops as grouped_ops
 from f8sub.kernels.grouped.gemm import in_high_precision, is_one_by_one
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_format, seen_transposed
-from f8sub.kernels.grouped.quantize import (
-    brought_to_rows,
-    cast_tokens,
-    cast_weights,
-    derive_columnwise_of_experts,
-    quantize_experts,
-    rowwise_of_weights,
-)
-from f8sub.kernels.scales import CURRENT_SOURCES, Sources
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts
+from f8sub.kernels.scales import CURRENT_SOURCES, PriorScale, Sources, scale_now, with_inverse
 from f8sub.linear import autocast
 from f8sub.linear.float8_linear import Float8Matmul, plan_of, sources_of
 from f8sub.linear.saved_input import AUTO
-from f8sub.linear.shared_input import cast_or_share_tokens, ends_of, sharing_tokens
+from f8sub.linear.shared_input import cast_or_share, ends_of, sharing_tokens
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import (
@@ -67,15 +60,19 @@ class GroupedMatmul(torch.autograd.Function):
         plan, dtype, _, sources = call
         recipe, groups = plan.recipe, Groups.of(ends, len(x))
         spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
-        a, kept, _ = cast_or_share_tokens(x, dtype, groups, (spec.a, columnwise), plan.multiple, sources.x)
-        x = x.to(dtype)
+        tokens = x.to(dtype)
+        a, kept, _ = cast_or_share(x, tokens, (spec.a, columnwise), plan, sources, groups)
         if a is None or spec.b is None:
-            y = grouped_ops.high_precision_rows(x, _values(w, call), groups)
+            y = grouped_ops.high_precision_rows(tokens, _values(w, call), groups)
         else:
             y = grouped_ops.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            saved = (x,) if kept is None else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
+            saved = (
+                (tokens,)
+                if kept is None
+                else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
+            )
         ctx.save_for_backward(w, ends, *saved)
         ctx.call, ctx.rows = call, len(x)
         return y
@@ -93,7 +90,7 @@ class GroupedMatmul(torch.autograd.Function):
         d, g = recipe.dgrad, recipe.wgrad
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         formats = d.a if needs_dx else None, g.a if needs_dw else None
-        a, left, amax = cast_tokens(dy, groups, *formats, plan.multiple, sources.dy.prior())
+        a, left, amax = quantize(dy, *formats, sources.dy, groups=groups, multiple=plan.multiple)
         if amax is not None:
             sources.dy.keep(amax)
         if needs_dx:
@@ -140,10 +137,25 @@ def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: GroupedCall)
     elif isinstance(w, Weight) and not isinstance(w, MasterWeight) and flat is not None:
         found = ExpertWeights.of(type(w).rowwise_codes(w, flat, call.dtype), tuple(w.shape), stored)
     elif (prior := call.sources.w.prior()) is not None:
-        found = cast_weights(_as_stored(w, call.dtype), stored, prior)
+        found = _cast_weights(_as_stored(w, call.dtype), stored, prior)
     else:
-        return rowwise_of_weights(_as_stored(w, call.dtype), format, call.transposed)
-    return brought_to_rows(found, format) if call.transposed else found
+        found = quantize_experts(_as_stored(w, call.dtype), stored)
+    return _brought_to_rows(found, format) if call.transposed else found
+
+
+def _cast_weights(w: torch.Tensor, format: Float8Format, prior: PriorScale) -> ExpertWeights:
+    """Codes of ``w``, (E, N, K), with the prior scales, (E, 1)."""
+    amax = w.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax((1, 2)).float()[:, None]
+    made = with_inverse(scale_now(prior, amax, format))
+    codes = reference.cast(w, made.scale[:, :, None], format.dtype).contiguous()
+    return ExpertWeights(codes, made.scale_inv[:, :, None], format)
+
+
+def _brought_to_rows(stored: ExpertWeights, format: Float8Format) -> ExpertWeights:
+    """The rowwise operand of weights whose codes are stored transposed."""
+    found = derive_columnwise_of_experts(stored, format, stored.scale_inv)
+    # Row-major, as a Float8Linear's: GPUs take nothing else, and a CPU's sums depend on it.
+    return found._replace(data=found.data.contiguous())
 
 
 def _keeps_codes(w: MasterWeight) -> bool:

@@ -1,4 +1,7 @@
-"""Quantize a matrix by the fastest kernel that takes it; all of them agree to the bit.
+"""Quantize by the fastest kernel that takes it: a matrix, tokens in groups, weights of experts.
+
+All kernels agree to the bit. In compiled code what the compiler must not look into is one node, see ``ops.py``. Where
+groups lie is never read on the host.
 
 Eager code on a CPU quantizes with one scale a tensor in 5 operators instead of the reference's 20: it reads the amax
 and computes the scale on the host. Reading a tensor's value waits for nothing there; an accelerator's stream it would
@@ -7,11 +10,13 @@ stall.
 
 import ctypes
 import math
+from typing import overload
 
 import torch
 
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import cuda, ops, reference
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, QuantizedTokens, quantize_with_prior
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, PriorScale, ScaleSource, largest_scale, smallest_scale
 from f8sub.torch_compat import no_dispatch_modes
@@ -89,19 +94,62 @@ def scale_now(prior: PriorScale, amax: float, format: Float8Format) -> float:
     return scale
 
 
+@overload
 def quantize(
     x: torch.Tensor,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     source: ScaleSource = CURRENT,
     any_layout: bool = False,
-) -> Quantized:
-    """``reference.quantize`` with the scales of ``source``.
+    groups: None = None,
+    multiple: int = 1,
+) -> Quantized: ...
+
+
+@overload
+def quantize(
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    source: ScaleSource = CURRENT,
+    any_layout: bool = False,
+    groups: Groups = ...,
+    multiple: int = 1,
+) -> QuantizedTokens: ...
+
+
+def quantize(
+    x: torch.Tensor,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    source: ScaleSource = CURRENT,
+    any_layout: bool = False,
+    groups: Groups | None = None,
+    multiple: int = 1,
+) -> Quantized | QuantizedTokens:
+    """``reference.quantize`` with the scales of ``source``; of groups ``operands.quantize_tokens``.
 
     Compiled code is always row-major: Inductor's lowering of ``_scaled_mm`` takes nothing else. Where the GEMMs take
     nothing else either, not ``any_layout``, it calls our kernels for what is copied transposed.
+
+    Args:
+        x: (M, K), in high precision.
+        rowwise: format of the operand stored as ``x``; None to leave it out.
+        columnwise: the same, stored as ``x.t()``.
+        source: of scales; with prior scales of groups, (E, 1), both formats are one.
+        any_layout: see ``reference.quantize``.
+        groups: of rows that have scales of their own: tiles that span all rows end with their group. None for one.
+        multiple: groups of columnwise codes begin at multiples of it where their tiles do not need more.
     """
     prior, reduce = source.prior(), source.reduce
+    if groups is not None:
+        if rowwise is None and columnwise is None:
+            return QuantizedTokens(None, None)
+        if prior is not None:
+            return quantize_with_prior(x, groups, rowwise, columnwise, multiple, prior)
+        if torch.compiler.is_compiling():
+            return QuantizedTokens(*ops.quantized_groups(x, groups, rowwise, columnwise, multiple))
+        return QuantizedTokens(*cuda.quantize_tokens(x, groups, rowwise, columnwise, multiple))
     if torch.compiler.is_compiling():
         is_copied = columnwise is not None and not any_layout
         formats = [format for format in (rowwise, columnwise) if format is not None]
@@ -114,3 +162,25 @@ def quantize(
     if type(x) is torch.Tensor and x.is_cpu:
         return quantize_on_cpu(x, rowwise, columnwise, any_layout, prior)
     return cuda.quantize(x, rowwise, columnwise, any_layout, prior)
+
+
+def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
+    """Rowwise codes of all experts, (E, N, K): ``operands.quantize_weights``."""
+    if torch.compiler.is_compiling():
+        codes, scale_inv = ops.experts_as_one_node(w, format.name)
+        return ExpertWeights(codes, scale_inv, format)
+    return cuda.quantize_experts(w, format)
+
+
+def derive_columnwise_of_experts(
+    rowwise: ExpertWeights, format: Float8Format, after: torch.Tensor
+) -> ExpertWeights:
+    """Columnwise codes of all experts: ``operands.derive_columnwise``.
+
+    ``after`` keeps it in the backward pass, see ``ops.derive_columnwise_in_backward``.
+    """
+    if torch.compiler.is_compiling():
+        data, scale_inv, own = rowwise
+        codes, scales = ops.derive_of_experts_as_one_node(data, scale_inv, after, own.name, format.name)
+        return ExpertWeights(codes, scales, format)
+    return cuda.derive_columnwise_of_experts(rowwise, format)

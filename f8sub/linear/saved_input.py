@@ -20,7 +20,7 @@ from f8sub.formats import Operand, present, why_not_derivable
 from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource
-from f8sub.linear.shared_input import Call, cast_anew, cast_or_share
+from f8sub.linear.shared_input import Call, cast_or_share
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import saved_tensors_hook
@@ -76,8 +76,7 @@ def cast_x(
         return received, () if keep_x is None else received.tensors, ROWWISE_CODES
     how = how_kept(x, plan.recipe) if keep_x == AUTO else keep_x
     formats = rowwise, columnwise if how == FLOAT8 else None
-    cast = cast_anew if torch.compiler.is_compiling() else cast_or_share
-    made = cast(x, matrix, formats, call)
+    made = cast_or_share(x, matrix, formats, plan, sources)
     row = made.rowwise
     if how is None:
         return row or matrix, (), CODES

@@ -21,18 +21,17 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from f8sub.formats import Float8Format
 from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.grouped.operands import Groups
-from f8sub.kernels.grouped.quantize import CastTokens, cast_tokens
+from f8sub.kernels.grouped.operands import Groups, QuantizedTokens
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import Quantized
-from f8sub.kernels.scales import LayerSource, Sources
+from f8sub.kernels.scales import Sources
 from f8sub.torch_compat import saved_tensors_hook
 
 Call = tuple[Plan, torch.dtype, Sources]
@@ -44,19 +43,40 @@ events = itertools.count(1)
 """Numbers of the x's that were quantized in eager code."""
 
 
-class _Scope:
-    """One forward of a module with sibling layers: the last x quantized in it."""
+class _Seen:
+    """A tensor as it was, without keeping it alive.
 
-    __slots__ = ("event", "hook", "key", "made", "owner", "storage", "x")
+    A weak reference keeps its storage's address, so that none that it gets later has it, nor any other tensor.
+    """
+
+    __slots__ = ("_reference", "_state", "_storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference, self._state = weakref.ref(tensor), _state(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return self._reference() is tensor and self._state == _state(tensor)
+
+
+def _state(tensor: torch.Tensor) -> Any:
+    return tensor._version, tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.stride()
+
+
+class _Scope:
+    """One forward of a module: what was quantized in it last, and the ends of groups that it passed last."""
+
+    __slots__ = ("ends", "event", "hook", "key", "made", "offs", "owner", "x")
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
         self.hook = saved_tensors_hook()
-        self.x: weakref.ref[torch.Tensor] | None = None
-        self.storage: StorageWeakRef | None = None
+        self.x: _Seen | None = None
         self.key: Any = None
-        self.made = Quantized(None, None)
+        self.made: Any = None
         self.event: int | None = None
+        self.offs: _Seen | None = None
+        self.ends: torch.Tensor | None = None
 
 
 class _Scopes(threading.local):
@@ -64,6 +84,7 @@ class _Scopes(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[_Scope] = []
+        self.of_tokens: list[_Scope] = []
 
 
 _scopes = _Scopes()
@@ -90,125 +111,83 @@ def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
             pass
 
 
-def cast_or_share(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
-    """``cast_anew``, or what an earlier sibling made of the same ``x``; the source of each keeps the amax."""
-    plan, _, sources = call
-    # Nobody counts all writes to the local tensor of a distributed x.
-    if sources.distributed or not _scopes.stack or x.is_inference():
-        return cast_anew(x, matrix, formats, call)
-    scope, source, any_layout = _scopes.stack[-1], sources.x, plan.any_layout
-    if scope.hook is not saved_tensors_hook():
-        return cast_anew(x, matrix, formats, call)
-    storage = x.untyped_storage()
-    place = x._version, storage._cdata, int(x.storage_offset()), x.stride()
-    key = place, matrix.dtype, formats, any_layout, source.key
-    if scope.x is None or scope.x() is not x or scope.key != key:
-        scope.made, scope.event = quantize(matrix, *formats, source, any_layout), next(events)
-        # A weak reference keeps the storage's address, so that none that x gets later has it.
-        scope.storage = StorageWeakRef(storage)
-        scope.x, scope.key = weakref.ref(x), key
-    if scope.made.amax is not None:
-        source.keep(scope.made.amax, scope.event)
-    return scope.made
-
-
-def cast_anew(x: torch.Tensor, matrix: torch.Tensor, formats: Formats, call: Call) -> Quantized:
-    """Both operands of ``matrix``, (M, K): ``x`` as it is quantized. The source keeps the amax."""
-    plan, _, sources = call
-    made = quantize(matrix, *formats, sources.x, plan.any_layout)
-    if made.amax is not None:
-        sources.x.keep(made.amax, None if torch.compiler.is_compiling() else next(events))
-    return made
-
-
-class _SeenTokens:
-    """A tensor as it was, without keeping it alive; its storage's address is kept, so that no other tensor gets it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference, self._state = weakref.ref(tensor), _state(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        return self._reference() is tensor and self._state == _state(tensor)
-
-
-def _state(tensor: torch.Tensor) -> Any:
-    return tensor._version, tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
-
-
-class _TokenScope:
-    """One forward of a module: the ends that it passed last, and the tokens that were cast last."""
-
-    def __init__(self) -> None:
-        self.hook = saved_tensors_hook()
-        self.offs: _SeenTokens | None = None
-        self.ends: torch.Tensor | None = None
-        self.x: _SeenTokens | None = None
-        self.key: Any = None
-        self.made = CastTokens(None, None, None)
-        self.event: int | None = None
-
-
-class _TokenScopes(threading.local):
-    """Per thread: autograd recomputes checkpointed forwards on threads of its own."""
-
-    def __init__(self) -> None:
-        self.stack: list[_TokenScope] = []
-
-
-_token_scopes = _TokenScopes()
-
-
 @contextlib.contextmanager
 def sharing_tokens() -> Iterator[None]:
     """Products within it cast tokens once that they share."""
-    _token_scopes.stack.append(_TokenScope())
+    _scopes.of_tokens.append(_Scope(0))
     try:
         yield
     finally:
-        _token_scopes.stack.pop()
+        _scopes.of_tokens.pop()
 
 
-def _token_scope_for(*tensors: torch.Tensor) -> _TokenScope | None:
-    if torch.compiler.is_compiling() or not _token_scopes.stack:
+def _scope_in(stack: list[_Scope], x: torch.Tensor) -> _Scope | None:
+    """The innermost scope; None where ``x`` cannot be known again, or a function is checkpointed within the scope."""
+    if not stack or x.is_inference() or stack[-1].hook is not saved_tensors_hook():
         return None
-    scope = _token_scopes.stack[-1]
-    plain = all(type(tensor) is torch.Tensor and not tensor.is_inference() for tensor in tensors)
-    return scope if plain and scope.hook is saved_tensors_hook() else None
+    return stack[-1]
+
+
+def _scope_for(x: torch.Tensor, sources: Sources, groups: Groups | None) -> _Scope | None:
+    if groups is None:
+        # Nobody counts all writes to the local tensor of a distributed x.
+        return None if sources.distributed else _scope_in(_scopes.stack, x)
+    scope = _scope_in(_scopes.of_tokens, x)
+    return None if scope is None or groups.ends is not scope.ends else scope
 
 
 def ends_of(offs: torch.Tensor) -> torch.Tensor:
     """``offs`` as int32: the same tensor for products of one forward that are given the same ``offs``."""
-    scope = _token_scope_for(offs)
-    if scope is None:
+    if torch.compiler.is_compiling() or type(offs) is not torch.Tensor:
+        return offs.to(torch.int32)
+    if (scope := _scope_in(_scopes.of_tokens, offs)) is None:
         return offs.to(torch.int32)
     if scope.ends is None or scope.offs is None or not scope.offs.is_of(offs):
-        scope.offs, scope.ends, scope.x = _SeenTokens(offs), offs.to(torch.int32), None
+        scope.offs, scope.ends, scope.x = _Seen(offs), offs.to(torch.int32), None
     return scope.ends
 
 
-def cast_or_share_tokens(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    groups: Groups,
-    formats: tuple[Float8Format | None, Float8Format | None],
-    multiple: int,
-    source: LayerSource,
-) -> CastTokens:
-    """``cast_tokens`` of ``x.to(dtype)``, or what an earlier product of the same forward made of the same tokens.
+@overload
+def cast_or_share(
+    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, plan: Plan, sources: Sources, groups: None = None
+) -> Quantized: ...
 
-    The source keeps the amax.
+
+@overload
+def cast_or_share(
+    x: torch.Tensor, matrix: torch.Tensor, formats: Formats, plan: Plan, sources: Sources, groups: Groups
+) -> QuantizedTokens: ...
+
+
+def cast_or_share(
+    x: torch.Tensor,
+    matrix: torch.Tensor,
+    formats: Formats,
+    plan: Plan,
+    sources: Sources,
+    groups: Groups | None = None,
+) -> Quantized | QuantizedTokens:
+    """Both operands of ``matrix``, or what an earlier sibling made of the same ``x``; the source keeps the amax.
+
+    Args:
+        x: what the product was called with.
+        matrix: ``x``, (M, K), in the dtype that is cast.
+        formats: rowwise and columnwise.
+        plan: of the product.
+        sources: of the call.
+        groups: of tokens, whose ends are of ``ends_of``; None for a linear layer's x.
     """
-    scope = _token_scope_for(x, groups.ends)
-    if scope is None or groups.ends is not scope.ends:
-        made = cast_tokens(x.to(dtype), groups, *formats, multiple, source.prior())
-        event = None if torch.compiler.is_compiling() else next(events)
-    else:
-        key = dtype, formats, multiple, source.key
-        if scope.x is None or scope.key != key or not scope.x.is_of(x):
-            scope.made = cast_tokens(x.to(dtype), groups, *formats, multiple, source.prior())
-            scope.x, scope.key, scope.event = _SeenTokens(x), key, next(events)
+    source = sources.x
+    is_compiled = torch.compiler.is_compiling()
+    scope = None if is_compiled else _scope_for(x, sources, groups)
+    key = matrix.dtype, formats, plan.any_layout, plan.multiple, source.key
+    if scope is not None and scope.x is not None and scope.key == key and scope.x.is_of(x):
         made, event = scope.made, scope.event
+    else:
+        made = quantize(matrix, *formats, source, plan.any_layout, groups, plan.multiple)
+        event = None if is_compiled else next(events)
+        if scope is not None:
+            scope.x, scope.key, scope.made, scope.event = _Seen(x), key, made, event
     if made.amax is not None:
         source.keep(made.amax, event)
-    return made
+    return made  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ import f8sub
 from f8sub.experts.adapters import Adapted, Added
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.grouped.operands import Groups
-from f8sub.kernels.grouped.quantize import quantize_both
+from f8sub.kernels.quantize import quantize
 from tests.data_sets import DTYPES, gaussian, generator
 from tests.experts.ranks import test_exchange
 from tests.kernels import test_quantize_experts as weights
@@ -150,8 +150,8 @@ def test_a_cast_waits_for_nothing_and_is_captured_in_a_graph(name):
     given = casts.on("cuda", groups)
 
     def cast() -> list[torch.Tensor]:
-        made = quantize_both(x, given, format, format, 16)
-        parts = [part for codes in made for part in (codes.data, codes.scale_inv)]
+        made = quantize(x, format, format, groups=given, multiple=16)
+        parts = [part for codes in made[:2] for part in (codes.data, codes.scale_inv)]
         return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
 
     cast()

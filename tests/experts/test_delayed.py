@@ -8,8 +8,8 @@ from torch import nn
 
 import f8sub
 from f8sub.kernels.grouped.operands import Groups
-from f8sub.kernels.grouped.quantize import cast_tokens
-from f8sub.kernels.scales import PriorScale
+from f8sub.kernels.quantize import quantize
+from f8sub.kernels.scales import GivenScale, PriorScale
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts
 from tests.models import refusal
@@ -136,7 +136,9 @@ def test_casts_with_a_past_read_nothing_back_and_may_begin_at_multiples():
         )
         prior = PriorScale(torch.tensor([[0.0], [2.0], [3.0], [0.0]], device=device), 1.0, covers=False)
         groups = Groups.of(ends, len(x))
-        plain, spread = (cast_tokens(x, groups, format, format, multiple, prior) for multiple in (1, 16))
+        plain, spread = (
+            quantize(x, format, format, GivenScale(prior), groups=groups, multiple=m) for m in (1, 16)
+        )
     for index, (a, b) in enumerate(
         zip(plain.columnwise.groups.host_bounds, spread.columnwise.groups.host_bounds, strict=True)
     ):

@@ -8,12 +8,7 @@ import torch
 import f8sub
 from f8sub.kernels.gemm.select import GROUPED, Plan
 from f8sub.kernels.grouped.operands import Groups, derive_columnwise
-from f8sub.kernels.grouped.quantize import (
-    derive_columnwise_of_experts,
-    quantize_both,
-    quantize_experts,
-    quantize_tokens,
-)
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.experts.oracle import Made, each_expert
@@ -116,7 +111,7 @@ def test_groups_that_begin_at_multiples_have_the_same_codes(recipe):
     format = f8sub.get_recipe(recipe).wgrad.b
     if format is None:
         return
-    plain, spread = (quantize_tokens(x, compact, format, contracted=True, multiple=m) for m in (1, 16))
+    plain, spread = (quantize(x, None, format, groups=compact, multiple=m).columnwise for m in (1, 16))
     assert all(first % 16 == 0 for first in spread.groups.first.tolist())
     for index, (a, b) in enumerate(zip(plain.groups.host_bounds, spread.groups.host_bounds, strict=True)):
         one, other = plain.of_group(index, *a), spread.of_group(index, *b)
@@ -134,16 +129,10 @@ def test_casts_read_nothing_back(recipe):
     x, ends = torch.empty(300, 160, device="meta"), torch.empty(5, dtype=torch.int32, device="meta")
     found = f8sub.get_recipe(recipe)
     groups = Groups.of(ends, len(x))
-    for format, contracted in (
-        (found.fprop.a, False),
-        (found.dgrad.a, False),
-        (found.wgrad.a, True),
-        (found.wgrad.b, True),
-    ):
-        if format is not None:
-            for multiple in (1, 16):
-                made = quantize_tokens(x, groups, format, contracted=contracted, multiple=multiple)
-                assert made.dequantize(groups, torch.bfloat16).shape == x.shape
+    for formats in (found.formats("x"), found.formats("dy")):
+        for multiple in (1, 16):
+            for made in quantize(x, *formats, groups=groups, multiple=multiple):
+                assert made is None or made.dequantize(groups, torch.bfloat16).shape == x.shape
     w = quantize_experts(torch.empty(5, 96, 160, device="meta"), found.fprop.b)
     assert derive_columnwise(w, found.dgrad.b).dequantize(torch.bfloat16).shape == (5, 160, 96)
 
@@ -154,9 +143,9 @@ def test_compiled_casts_are_one_graph(recipe):
     found = f8sub.get_recipe(recipe)
 
     def cast(x: torch.Tensor, ends: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        tokens = quantize_both(x, Groups.of(ends, len(x)), found.dgrad.a, found.wgrad.a, 16)
+        tokens = quantize(x, *found.formats("dy"), groups=Groups.of(ends, len(x)), multiple=16)
         rowwise = quantize_experts(w, found.fprop.b)
-        operands = (*tokens, rowwise, derive_columnwise_of_experts(rowwise, found.dgrad.b, x))
+        operands = (*tokens[:2], rowwise, derive_columnwise_of_experts(rowwise, found.dgrad.b, x))
         return [t.float() for o in operands if o is not None for t in (o.data, o.scale_inv)]
 
     compiled = torch.compile(cast, fullgraph=True, backend="aot_eager")

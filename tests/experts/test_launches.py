@@ -10,7 +10,7 @@ from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noq
 
 
 def by_groups() -> None:
-    from f8sub.kernels.grouped import cuda
+    from f8sub.kernels import cuda
     from f8sub.kernels.grouped.operands import ExpertWeights, Groups
     from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
@@ -35,14 +35,16 @@ def by_groups() -> None:
             continue  # one group of all experts' rows, whose end is no argument
 
         def codes(format: Float8Format = format) -> dict[str, torch.Tensor]:
-            made = cuda.quantize_weights(**matrices(), format=format)
+            made = cuda.quantize_experts(**matrices(), format=format)
             return {"data": made.data, "scale_inv": made.scale_inv}
 
-        over_other_tensors(matrices, lambda w, f=format: cuda.quantize_weights(w, f))
+        over_other_tensors(matrices, lambda w, f=format: cuda.quantize_experts(w, f))
         given = ExpertWeights(**codes(), format=format)
-        assert cuda.derives(given, format) == over_other_tensors(
+        assert cuda.derives_of_experts(given, format) == over_other_tensors(
             codes,
-            lambda data, scale_inv, f=format: cuda.derive_columnwise(ExpertWeights(data, scale_inv, f), f),
+            lambda data, scale_inv, f=format: cuda.derive_columnwise_of_experts(
+                ExpertWeights(data, scale_inv, f), f
+            ),
         )
 
 

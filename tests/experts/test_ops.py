@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from f8sub.kernels.grouped import operands, ops
+from f8sub.kernels import ops
+from f8sub.kernels.grouped import operands
 from tests.data_sets import gaussian, generator
 from tests.kernels import test_ops as of_kernels
 
@@ -18,14 +19,14 @@ def grouped_quantization(formats, shape, usages=(True, True)):
 
 
 def experts_quantization(formats, shape):
-    return ops.quantize_experts, (gaussian((3, *shape), generator(1)), formats[0].name)
+    return ops.experts_as_one_node, (gaussian((3, *shape), generator(1)), formats[0].name)
 
 
 def experts_derivation(formats, shape):
     w = operands.quantize_weights(gaussian((3, *shape), generator(1)), formats[0])
     dy = gaussian((4, shape[0]), generator(2))
     tensors = w.data.contiguous(), w.scale_inv.contiguous(), dy
-    return ops.derive_columnwise_of_experts, (*tensors, formats[0].name, formats[1].name)
+    return ops.derive_of_experts_as_one_node, (*tensors, formats[0].name, formats[1].name)
 
 
 OF_GROUPS = {

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.kernels.grouped import cuda
+from f8sub.kernels import cuda
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts
 

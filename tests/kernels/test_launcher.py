@@ -143,7 +143,7 @@ def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
 
 def rows_of_steps() -> None:
     """Tokens in groups, as many as come: no kernel is compiled for their number."""
-    from f8sub.kernels.grouped.cuda import token_launches
+    from f8sub.kernels.cuda import token_launches
 
     kernels = []
     for tokens in (20008, 24000, 20016, 23992):

@@ -5,7 +5,6 @@ import torch
 
 from f8sub.formats import Float8Format, Tile
 from f8sub.kernels import cuda
-from f8sub.kernels.grouped import cuda as grouped_cuda
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import ExpertWeights
 from tests.data_sets import make
@@ -43,7 +42,7 @@ def test_each_experts_tiles_begin_anew(name, dtype, device):
         apart = torch.cat([w, w], 1).to(device)[:, : shape[1]]
         otherwise = (apart, w.transpose(1, 2).contiguous().to(device).transpose(1, 2))
         for given in (w.to(device), *(otherwise if shape == SHAPES[0] else ())):
-            both_same(grouped_cuda.quantize_weights(given, format), right)
+            both_same(cuda.quantize_experts(given, format), right)
 
 
 @on_each_format
@@ -54,7 +53,7 @@ def test_columns_are_derived_of_each_experts_codes(name, device):
         rowwise = operands.quantize_weights(weights(shape, torch.bfloat16), format)
         rowwise = rowwise._replace(data=rowwise.data.contiguous())
         given = ExpertWeights(rowwise.data.to(device), rowwise.scale_inv.to(device), format)
-        derived = grouped_cuda.derive_columnwise(given, format)
+        derived = cuda.derive_columnwise_of_experts(given, format)
         both_same(derived, operands.derive_columnwise(rowwise, format))
         if name in ("tensorwise", "rowwise", "128x128", "256x256-e5m2"):
             assert derived.data.is_contiguous()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from f8sub import Float8Format, ScaleRule, Tile
-from f8sub.kernels.grouped import cuda, operands
+from f8sub.kernels import cuda
+from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import Groups
 from tests.data_sets import DATA_SETS, edge_values, make
 from tests.kernels.interpreted import interpreted, launched
@@ -134,7 +135,8 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
     """Groups, and experts' weights, whose amaxes are found while those before them are cast: the same bits."""
     from unittest import mock
 
-    from f8sub.kernels.grouped import cuda, operands
+    from f8sub.kernels import cuda
+    from f8sub.kernels.grouped import operands
     from f8sub.kernels.triton import launch, quantize_grouped_launch
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
@@ -157,7 +159,7 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
                 w = make("lognormal", (5, 144, 80), 6, torch.bfloat16)
                 w[1], w[2, 3, 4] = 0, NAN
                 found, right = (
-                    cuda.quantize_weights(w.to(device), format),
+                    cuda.quantize_experts(w.to(device), format),
                     operands.quantize_weights(w, format),
                 )
                 assert_same_bytes("codes", found.data, right.data.contiguous())

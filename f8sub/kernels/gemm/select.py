@@ -10,12 +10,10 @@ import torch
 
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import MULTIPLE, Float8Format, Operand
-from f8sub.kernels import ops, reference
+from f8sub.kernels import cuda, ops, reference
 from f8sub.kernels.gemm import blockwise, scaled_mm
-from f8sub.kernels.grouped import cuda as grouped_cuda
 from f8sub.kernels.grouped import gemm as grouped_gemm
 from f8sub.kernels.grouped.gemm import GroupedBackend
-from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.triton import support
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
@@ -146,14 +144,6 @@ def gemm_nt(
         return run(a, b, out_dtype, fast_accum)
 
 
-def multiply_rows(
-    backend: str, a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
-) -> torch.Tensor:
-    """``GroupedBackend.rows`` of the backend of that name, with zeros in the rows past the last group."""
-    y = GROUPED[backend].rows(a, b, groups, out_dtype, fast_accum)
-    return y if GROUPED[backend].clears else grouped_gemm.clear_past(y, groups.ends)
-
-
 _plan_numbers = itertools.count()
 
 
@@ -204,7 +194,7 @@ class Plan:
                 parts.append(f"{which} {'in high precision' if name is None else f'by {name}'}")
         specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
         formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]
-        why_no_kernel = grouped_cuda.why_no_kernel if self.grouped else support.why_no_kernel
+        why_no_kernel = cuda.why_no_kernel_of_groups if self.grouped else support.why_no_kernel
         slow = [f for f in formats if support.why_no_triton(self.device) or why_no_kernel(f)]
         if self.device.type != "cpu" and slow:
             parts.append(f"cast by {REFERENCE}")

@@ -118,17 +118,15 @@ class GroupedBackend(NamedTuple):
 
     Attributes:
         why_not: why it cannot run a product of two formats on a device; None when it can.
-        rows: tokens with the weights of their expert.
+        rows: tokens with the weights of their expert, with zeros in the rows past the last group.
         weights: over the tokens of each expert.
         multiple: groups that are summed over begin at multiples of it.
-        clears: whether ``rows`` leaves zeros in the rows past the last group; else they are whatever they are.
     """
 
     why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
     rows: ByRows
     weights: OverRows
     multiple: int = 1
-    clears: bool = False
 
 
 def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -165,7 +163,7 @@ def _scaled_rows(
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )
-    return y.to(out_dtype)
+    return clear_past(y.to(out_dtype), groups.ends)
 
 
 def _scaled_weights(
@@ -224,7 +222,7 @@ def _dequantized_weights(
     return dw.to(out_dtype)
 
 
-TRITON = GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE, clears=True)
+TRITON = GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE)
 SCALED = GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE)
 DEQUANTIZE = GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights)
 
@@ -269,7 +267,7 @@ def one_by_one(
 ) -> GroupedBackend:
     """Each expert by itself, by a linear layer's product."""
     rows, weights = (functools.partial(run, gemm_nt) for run in (_rows_one_by_one, _weights_one_by_one))
-    return GroupedBackend(why_not, rows, weights, clears=True)
+    return GroupedBackend(why_not, rows, weights)
 
 
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub.formats import ALL, Float8Format, Operand, Tile, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales
-from f8sub.kernels.scales import largest, scales_from_amax
+from f8sub.kernels.scales import PriorScale, largest, scale_now, scales_from_amax, with_inverse
 
 
 class Groups(NamedTuple):
@@ -203,6 +203,50 @@ def quantize_tokens(
         scale = scales.scale.repeat_interleave(rows, 0) if rows > 1 else scales.scale
     codes = reference.cast(x, reference.spread(scale, Tile(1, cols), x.shape), format.dtype)
     return Tokens(codes.t() if contracted else codes, scales.scale_inv, format, found, contracted)
+
+
+class QuantizedTokens(NamedTuple):
+    """Both operands of tokens, None where not asked for, as ``reference.Quantized`` of a matrix.
+
+    ``amax`` is float32, (E, 1): infinity where an expert has an element that is not finite; None without a prior scale.
+    """
+
+    rowwise: Tokens | None
+    columnwise: Tokens | None
+    amax: torch.Tensor | None = None
+
+
+def quantize_with_prior(
+    x: torch.Tensor,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int,
+    prior: PriorScale,
+) -> QuantizedTokens:
+    """Both operands, of one format, with each group's prior scale, (E, 1), as ``reference.quantize`` of its own rows.
+
+    A group without rows has the amax 0.
+    """
+    format = present(rowwise or columnwise)
+    of_row, count = groups.of_row(), len(groups.ends)
+    magnitude = x.abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    both = torch.stack((magnitude.masked_fill(magnitude.isinf(), 0.0), magnitude), 1).amax(2)
+    # Rows past the last group are of one group more.
+    found = both.new_zeros(count + 1, 2).scatter_reduce_(0, of_row[:, None].expand_as(both), both, "amax")
+    finite, amax = found[:count].split(1, 1)
+    made = with_inverse(scale_now(prior, finite, format))
+    of_each = torch.cat([made.scale, made.scale.new_ones(1, 1)])[of_row]
+    codes = reference.cast(x, of_each, format.dtype)
+    row = None if rowwise is None else Tokens(codes, made.scale_inv, rowwise, groups, False)
+    if columnwise is None:
+        return QuantizedTokens(row, None, amax)
+    where = laid_out(groups, ALL, multiple)
+    if where is not groups:
+        flat = codes.view(torch.uint8)
+        flat = torch.cat([flat, flat.new_zeros(1, x.shape[1])])[where.source_in(groups)]
+        codes = flat.view(format.dtype)
+    return QuantizedTokens(row, Tokens(codes.t(), made.scale_inv, columnwise, where, True), amax)
 
 
 class ExpertWeights(NamedTuple):

@@ -1,4 +1,4 @@
-"""Casts and products of experts as they are called: in compiled code each is one node of the graph.
+"""Products of experts as they are called: in compiled code each is one node of the graph.
 
 ``torch.compile`` must not look into them: backends read where groups lie, or launch kernels of their own; see
 ``kernels/ops.py``.
@@ -15,137 +15,12 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from f8sub.formats import Float8Format
-from f8sub.kernels.gemm import select
-from f8sub.kernels.grouped import cuda, gemm
-from f8sub.kernels.grouped.operands import (
-    ExpertWeights,
-    Groups,
-    Tokens,
-    aligned_rows,
-    empty_codes,
-    empty_scale_inv,
-    start_of_groups,
-)
+from f8sub.kernels.gemm.select import GROUPED
+from f8sub.kernels.grouped import gemm
+from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.ops import operator
 from f8sub.recipe import GemmSpec
 from f8sub.torch_compat import autocast_dtype, dispatch_modes, dispatch_stack_size, no_torch_function
-
-
-def _quantize_groups(
-    x: torch.Tensor,
-    first: torch.Tensor,
-    ends: torch.Tensor,
-    rowwise: str | None,
-    columnwise: str | None,
-    multiple: int,
-) -> list[torch.Tensor]:
-    """Codes and scales of each usage, and where its groups begin and end if that is not where they do in x."""
-    row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
-    groups = Groups(first, ends, x.shape[0])
-    made = cuda.quantize_tokens(x, groups, row, col, multiple)
-    found: list[torch.Tensor] = []
-    for format, codes, contracted in zip((row, col), made, (False, True), strict=True):
-        if format is not None and codes is not None:
-            scale_inv = codes.scale_inv
-            if not codes.is_laid_out:
-                scale_inv = empty_scale_inv(x, format, codes.groups, contracted=contracted).copy_(scale_inv)
-            found += [codes.data.contiguous(), scale_inv]
-            if _start(format, contracted=contracted, multiple=multiple) > 1:
-                # Both usages of squares lie alike, and an operator may not return one tensor twice.
-                lie = codes.groups.first, codes.groups.ends
-                found += [t.clone() if any(t is one for one in found) else t for t in lie]
-    return found
-
-
-def _start(format: Float8Format, *, contracted: bool, multiple: int) -> int:
-    """What groups of a usage begin at multiples of; 1 where they lie in the codes as in x."""
-    tile = format.tile.t() if contracted else format.tile
-    return start_of_groups(tile.rows, multiple if contracted else 1)
-
-
-def _fake_groups(
-    x: torch.Tensor,
-    first: torch.Tensor,
-    ends: torch.Tensor,
-    rowwise: str | None,
-    columnwise: str | None,
-    multiple: int,
-) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for name, contracted in ((rowwise, False), (columnwise, True)):
-        if name is None:
-            continue
-        format = Float8Format.parse(name)
-        start = _start(format, contracted=contracted, multiple=multiple)
-        rows = x.shape[0] if start == 1 else aligned_rows(x.shape[0], ends.shape[0], start)
-        shape = (x.shape[1], rows) if contracted else (rows, x.shape[1])
-        groups = Groups(first, ends, rows)
-        scale_inv = empty_scale_inv(x, format, groups, contracted=contracted)
-        found += [x.new_empty(shape, dtype=format.dtype), scale_inv]
-        if start > 1:
-            found += [torch.empty_like(first), torch.empty_like(ends)]
-    return found
-
-
-def _packed(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """An operator's results as the fake says, also where a dimension is 1, and contiguous() leaves odd strides."""
-    data, scale_inv = (t.flatten().view(t.shape) for t in (made.data, made.scale_inv))
-    return data, scale_inv
-
-
-def _quantize_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return _packed(cuda.quantize_weights(w, Float8Format.parse(format)))
-
-
-def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    made = empty_codes(w, Float8Format.parse(format))
-    return made.data, made.scale_inv
-
-
-def _derive_columnwise_of_experts(
-    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
-    made = cuda.derive_columnwise(given, Float8Format.parse(columnwise))
-    if made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
-        made = made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone())
-    return _packed(made)
-
-
-def _fake_derived_of_experts(
-    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = empty_codes(data.transpose(1, 2), Float8Format.parse(columnwise))
-    return made.data, made.scale_inv
-
-
-quantize_groups_as_one_node = operator(_quantize_groups, "quantize_groups", _fake_groups)
-quantize_experts = operator(_quantize_experts, "quantize_experts", _fake_experts)
-derive_columnwise_of_experts = operator(
-    _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
-)
-
-
-def quantized_groups(
-    x: torch.Tensor,
-    groups: Groups,
-    rowwise: Float8Format | None,
-    columnwise: Float8Format | None,
-    multiple: int = 1,
-) -> tuple[Tokens | None, Tokens | None]:
-    """``operands.quantize_tokens`` of both operands as one node."""
-    names = (None if format is None else format.name for format in (rowwise, columnwise))
-    tensors = iter(quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple))
-    found: list[Tokens | None] = []
-    for format, contracted in ((rowwise, False), (columnwise, True)):
-        if format is None:
-            found.append(None)
-            continue
-        data, scale_inv, lie = next(tensors), next(tensors), groups
-        if _start(format, contracted=contracted, multiple=multiple) > 1:
-            lie = Groups(next(tensors), next(tensors), data.shape[1 if contracted else 0])
-        found.append(Tokens(data, scale_inv, format, lie, contracted))
-    return found[0], found[1]
 
 
 class _Factor(torch.Tensor):
@@ -200,11 +75,11 @@ def _is_of_checkpointing(mode: Any) -> bool:
 def rows(
     backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``select.multiply_rows`` by the backend of that name."""
+    """``GroupedBackend.rows`` of the backend of that name."""
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(select.multiply_rows, backend, a, b, groups, dtype, spec.fast_accum)
+        multiply = functools.partial(GROUPED[backend].rows, a, b, groups, dtype, spec.fast_accum)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
@@ -216,11 +91,11 @@ def rows(
 def weights(
     backend: str | None, spec: GemmSpec, a: Tokens, b: Tokens, groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``products.GroupedBackend.weights`` of the backend of that name."""
+    """``GroupedBackend.weights`` of the backend of that name."""
     if backend is None:
         raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
     if not torch.compiler.is_compiling():
-        return select.GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
+        return GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
     lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
@@ -259,7 +134,7 @@ def _rows(
     left, right, backend = how.split()
     tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
     experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
-    return select.multiply_rows(backend, tokens, experts, groups, out_dtype, fast_accum).contiguous()
+    return GROUPED[backend].rows(tokens, experts, groups, out_dtype, fast_accum).contiguous()
 
 
 def _fake_rows(a: list[torch.Tensor], b: list[torch.Tensor], *rest: Any) -> torch.Tensor:
@@ -283,7 +158,7 @@ def _weights(
         Tokens(codes, scale, Float8Format.parse(name), Groups(first, ends, codes.shape[1]), True)
         for (codes, scale), name, (first, ends) in zip((a, b), formats, (lie[:2], lie[2:4]), strict=True)
     )
-    found = select.GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
+    found = GROUPED[backend].weights(left, right, groups, out_dtype, fast_accum)
     return found.contiguous()
 
 

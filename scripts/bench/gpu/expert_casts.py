@@ -18,7 +18,7 @@ from f8sub import Float8Format
 from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups
-from f8sub.kernels.grouped.quantize import derive_columnwise_of_experts, quantize_both, quantize_experts
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -104,7 +104,7 @@ def with_torchao(groups: Groups, x: torch.Tensor) -> list[Bench]:
 
 
 def cast_of(groups: Groups, row: Float8Format | None, col: Float8Format | None) -> Callable:
-    return lambda x: quantize_both(x, groups, row, col, MULTIPLE)
+    return lambda x: quantize(x, row, col, groups=groups, multiple=MULTIPLE)
 
 
 def by_operators(groups: Groups) -> Callable:
@@ -132,8 +132,8 @@ def by_torchao(groups: Groups) -> Callable | None:
 def check(name: str, x: torch.Tensor, groups: Groups) -> None:
     """An error where codes differ from the specification's."""
     format = formats.FORMATS[name]
-    made = quantize_both(x, groups, format, format, MULTIPLE)
-    for codes, contracted in zip(made, (False, True), strict=True):
+    made = quantize(x, format, format, groups=groups, multiple=MULTIPLE)
+    for codes, contracted in zip(made[:2], (False, True), strict=True):
         right = operands.quantize_tokens(
             x, groups, format, contracted=contracted, multiple=MULTIPLE if contracted else 1
         )

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 import f8sub
+from f8sub.formats import present
 from f8sub.kernels import reference
-from f8sub.kernels.gemm.select import GROUPED, multiply_rows
+from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
-from f8sub.kernels.grouped.quantize import quantize_experts, quantize_tokens
+from f8sub.kernels.quantize import quantize, quantize_experts
 from f8sub.recipe import GemmSpec
 from scripts.bench.gpu import expert_steps
 from scripts.bench.gpu.expert_steps import LIES, Lie
@@ -91,10 +92,10 @@ class Product:
         assert left is not None
         assert right is not None
         if self.problem.gemm != "wgrad":
-            return quantize_tokens(a, self.groups, left, contracted=False), quantize_experts(b, right)
+            return present(quantize(a, left, None, groups=self.groups).rowwise), quantize_experts(b, right)
         multiple = GROUPED[self.backend].multiple
         x, y = (
-            quantize_tokens(matrix, self.groups, format, contracted=True, multiple=multiple)
+            present(quantize(matrix, None, format, groups=self.groups, multiple=multiple).columnwise)
             for matrix, format in ((a, left), (b, right))
         )
         return tuple(t._replace(data=t.data.contiguous()) for t in (x, y))  # type: ignore[return-value]
@@ -102,9 +103,10 @@ class Product:
     def __call__(self, operands: tuple[Any, Any]) -> torch.Tensor:
         """The product, in bf16."""
         if self.problem.gemm == "wgrad":
-            multiply = GROUPED[self.backend].weights
-            return multiply(*operands, self.groups, torch.bfloat16, self.spec.fast_accum)
-        return multiply_rows(self.backend, *operands, self.groups, torch.bfloat16, self.spec.fast_accum)
+            multiply: Callable[..., torch.Tensor] = GROUPED[self.backend].weights
+        else:
+            multiply = GROUPED[self.backend].rows
+        return multiply(*operands, self.groups, torch.bfloat16, self.spec.fast_accum)
 
     def sqnr(self, operands: tuple[Any, Any]) -> float:
         """In dB, against the product of the codes in float32: of the largest group, and of the smallest with rows."""

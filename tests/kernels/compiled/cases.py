@@ -119,7 +119,7 @@ def cases(whole: tuple[int, int]) -> Iterator[Case]:
 
 def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) -> list[Launch]:
     """Of 128 experts; the name may end with what groups begin at multiples of."""
-    from f8sub.kernels.grouped import cuda
+    from f8sub.kernels import cuda
 
     name, _, multiple = name.partition(" by ")
     ends = torch.empty(128, dtype=torch.int32, device="meta")
@@ -130,7 +130,8 @@ def launches_over_groups(x: torch.Tensor, name: str, usages: tuple[bool, bool]) 
 
 def launches_over_experts(x: torch.Tensor, name: str, usages: str) -> list[Launch]:
     """Of three or four experts, of multiples of 16 rows: rowwise codes, or columnwise ones of them."""
-    from f8sub.kernels.grouped import cuda, operands
+    from f8sub.kernels import cuda
+    from f8sub.kernels.grouped import operands
 
     w, format = x.unflatten(0, (3 if x.shape == RAGGED else 4, -1)), FORMATS[name]
     if usages == "row":

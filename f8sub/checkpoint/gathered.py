@@ -5,7 +5,7 @@ nothing is cast here: each operand comes from the function that forward itself c
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,10 @@ import torch.distributed as dist
 from f8sub.checkpoint.names import Pieces, pieces_of, without_wrappers
 from f8sub.delayed.state import ScalingState
 from f8sub.errors import Float8ConfigError, Float8NumericsError
-from f8sub.experts.module import Float8Experts
-from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.formats import ALL, Float8Format, Operand, present
+from f8sub.linear.converted import Product, products_of
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
-from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_fsdp_module
 from f8sub.weights.weight import local_tensor
@@ -25,6 +24,8 @@ from f8sub.weights.weight import local_tensor
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+
+    from f8sub.experts.module import Float8Experts
 
 
 class NamedTensor(NamedTuple):
@@ -48,13 +49,18 @@ class NamedTensor(NamedTuple):
 
     @property
     def format(self) -> Float8Format | None:
-        """The format that fprop reads a layer's weight in, or an expert's; None for all that is not in float8."""
-        module = self.module
-        is_weight = isinstance(module, Float8Linear) and self.attribute == "weight"
-        if is_weight or (isinstance(module, Float8Experts) and self.attribute in module.weights):
-            recipe: Recipe = module.plan.recipe  # type: ignore[union-attr, assignment]
-            return recipe.fprop.b
-        return None
+        """The format that fprop reads a layer's weight in, or one expert's; None for all that is not in float8."""
+        return None if (product := self.product) is None else product.plan.recipe.fprop.b
+
+    @property
+    def product(self) -> Product | None:
+        """The product of a converted module that reads it; None of any other tensor."""
+        return next((p for p in products_of(self.module) if p.attribute == self.attribute), None)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is a weight of converted experts."""
+        return (product := self.product) is not None and product.groups is not None
 
     @property
     def fqn(self) -> str:
@@ -114,15 +120,15 @@ def names_of(model: torch.nn.Module, parts: Iterable[NamedTensor]) -> Pieces:
     experts = {
         part.name: part.attribute
         for part in parts
-        if isinstance(part.module, Float8Experts) and part.module.weights.get(part.attribute) is False
+        if part.is_of_experts and not present(part.product).transposed
     }
     return pieces_of(model, {part.name: tuple(part.tensor.shape) for part in parts}, experts)
 
 
-def experts_of(part: NamedTensor, dtype: torch.dtype | None) -> Iterator[Operand]:
-    """Yield the weights of all experts as fprop reads them, one after the other: views of what was gathered."""
-    module, weight = part.module, part.tensor
-    if not isinstance(module, Float8Experts):
+def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
+    """The weights of all experts as fprop reads them, one after the other: views of what was gathered."""
+    weight, module = part.tensor, cast("Float8Experts", part.module)
+    if not part.is_of_experts:
         raise RuntimeError(f"{part.name} is not a weight of experts")
     # [E, N, K], by the function that the experts' forward calls.
     found = module.rowwise(part.attribute, _dtype_of(part, local_tensor(weight), dtype))

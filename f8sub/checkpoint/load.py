@@ -317,7 +317,7 @@ def _plan_of_codes(part: NamedTensor, source: StoredTensor, scales: torch.Tensor
     """Return the plan of a layer that keeps the file's data; None for a parameter that takes their values."""
     if not isinstance(part.module, Float8Linear) or not can_hold(part.module, source.tile):
         return None
-    return plan_for(part.module, is_power_of_2=are_powers_of_2(scales))
+    return plan_for(part.module.plan, is_power_of_2=are_powers_of_2(scales))
 
 
 def _scales_of(source: StoredTensor, checkpoint: Checkpoint) -> torch.Tensor:

@@ -11,7 +11,6 @@ from f8sub.checkpoint.gathered import NamedTensor
 from f8sub.checkpoint.quantization_config import StoredTensor
 from f8sub.convert.primary_weights import is_primary, to_codes
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.module import Float8Experts
 from f8sub.formats import ALL, Operand, ScaleRule, Tile, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
@@ -55,13 +54,12 @@ def check_not_gathered(module: Any, name: str = "weight") -> None:
         )
 
 
-def plan_for(layer: Float8Linear, *, is_power_of_2: bool) -> Plan | None:
-    """Return the plan of a layer whose weight has a checkpoint's scales; None where its recipe cannot read these.
+def plan_for(plan: Plan, *, is_power_of_2: bool) -> Plan | None:
+    """The plan where weights have the scales of a checkpoint; None where the recipe of ``plan`` cannot read these.
 
     Raises:
         Float8ConfigError: the backend that was asked for has no such product.
     """
-    plan = layer.plan
     recipe = recipe_for(plan.recipe, is_power_of_2=is_power_of_2)
     if recipe is None or recipe is plan.recipe:
         return None if recipe is None else plan
@@ -98,8 +96,7 @@ def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, i
         offset: (row, column) in the whole weight at which the part begins.
     """
     layer.plan = plan
-    # The record's format is that of the plan: it is entered again with the file's kind of scales.
-    layer.enter_weight()
+    layer.enter_weights()
     put(layer, "weight", operand, offset)
 
 
@@ -148,9 +145,9 @@ def held_experts(
     Raises:
         Float8ConfigError: one of them was gathered before.
     """
-    of_module: dict[Float8Experts, list[NamedTensor]] = defaultdict(list)
+    of_module: dict[Any, list[Part]] = defaultdict(list)
     for part in sources:
-        if isinstance(part.module, Float8Experts) and part.attribute in part.module.weights:
+        if part.is_of_experts:
             of_module[part.module].append(part)
     found = {}
     for module, parts in of_module.items():
@@ -159,12 +156,9 @@ def held_experts(
         matrices = {part: torch.cat([scales_of(each) for each in in_order(sources[part])]) for part in parts}
         # One plan serves all weights of a module, so one of them decides for all.
         is_power_of_2 = all(are_powers_of_2(scales) for scales in matrices.values())
-        recipe = recipe_for(module.plan.recipe, is_power_of_2=is_power_of_2)
-        if recipe is None:
+        plan = plan_for(module.plan, is_power_of_2=is_power_of_2)
+        if plan is None:
             continue
-        plan = module.plan
-        if recipe is not plan.recipe:
-            plan = plan.with_recipe(recipe)
         for part in parts:
             check_not_gathered(module, part.attribute)
             found[part] = Held(plan, matrices[part])
@@ -178,13 +172,14 @@ def in_order(sources: Sequence[StoredTensor]) -> list[StoredTensor]:
     )
 
 
-def _can_hold(part: NamedTensor, sources: Sequence[StoredTensor]) -> bool:
-    """Return whether a weight is frozen and primary, and the file has its data as they are multiplied."""
-    module, weight = part.module, part.tensor
-    if not isinstance(module, Float8Experts) or weight.requires_grad or not is_primary(weight):
+def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
+    """Whether a weight is frozen and primary, and its codes lie in the file as they are multiplied."""
+    module: Any = part.module
+    weight, product = part.tensor, part.product
+    if not part.is_of_experts or weight.requires_grad or not is_primary(weight):
         return False
     format, rows = module.format_of(part.attribute), weight.shape[1]
-    if format is None or format.dtype != torch.float8_e4m3fn or module.weights[part.attribute]:
+    if format is None or format.dtype != torch.float8_e4m3fn or product is None or product.transposed:
         return False
     if is_dtensor(weight):
         cut = [placement for placement in weight.placements if not placement.is_replicate()]
@@ -214,9 +209,8 @@ def hold_experts(part: NamedTensor, held: Held, codes: Sequence[torch.Tensor], f
         codes: of this rank's experts, (rows, K), in their order.
         first: this rank's first expert.
     """
-    module, weight = part.module, part.tensor
-    if not isinstance(module, Float8Experts):
-        raise RuntimeError(f"{part.name} is not a weight of experts")
+    module: Any = part.module
+    weight = part.tensor
     if module.plan is not held.plan:
         module.plan = held.plan
         module.enter_weights()

@@ -9,6 +9,7 @@ import torch
 from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.kernels.gemm.select import Plan
+from f8sub.linear.converted import ConvertedModule
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import is_dtensor, is_fsdp1_module, is_fsdp_module
@@ -64,9 +65,10 @@ def refuse_taken_names(
         made: ``Float8Linear``, or a class that stands before the module's own.
         seams: methods of ``made`` that take the place of the module's own.
     """
-    base = made.__mro__[1]
-    # Attributes of instances, and methods that the class's own base does not have.
-    own = {*made.__annotations__, *(name for name in vars(made) if not hasattr(base, name)), "scaling_states"}
+    ours = [cls for cls in made.__mro__ if issubclass(cls, ConvertedModule)]
+    base = next(cls for cls in made.__mro__ if cls not in ours)
+    own = {name for cls in ours for name in (*cls.__annotations__, *vars(cls)) if not hasattr(base, name)}
+    own.add("scaling_states")
     taken = [name for name in sorted(own.difference(seams)) if not _is_dunder(name) and hasattr(module, name)]
     if taken:
         raise Float8ConfigError(

@@ -257,7 +257,7 @@ def _convert(layer: Chosen, conversion: Conversion) -> None:
     module.__class__ = float8_class(type(module))
     module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
     module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
-    module.enter_weight()
+    module.enter_weights()
     for guest in conversion.layer_guests:
         guest.entered(module)
 

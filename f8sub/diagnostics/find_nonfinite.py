@@ -5,20 +5,19 @@ left out.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
-from f8sub.experts.adapters import is_of, own_parameter
-from f8sub.experts.grouped_linear import Product, watchers
-from f8sub.experts.module import Float8Experts
+from f8sub.experts.adapters import is_of
+from f8sub.experts.grouped_linear import Multiplied, watching
 from f8sub.experts.seams import calls_grouped_linear, seam_of
 from f8sub.kernels.grouped.operands import Groups
+from f8sub.linear.converted import own_parameter, products_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_metadata_inference
@@ -45,13 +44,6 @@ class NonFinite:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return f"{self.role} of {self.layer} on rank{'s' * (len(self.ranks) > 1)} {ranks}"
-
-
-class Probe(Protocol):
-    """Searches modules that are no linear layers."""
-
-    def begin(self, model: torch.nn.Module, search: "Search") -> Callable[[], None]:
-        """Have ``search`` look at what they multiply from now on, until what is returned is called."""
 
 
 class Search:
@@ -142,8 +134,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     with ExitStack() as exits:
         for handle in handles:
             exits.callback(handle.remove)
-        for probe in PROBES:
-            exits.callback(probe.begin(model, search))
+        exits.enter_context(_searching_experts(model, search))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         yield search
     search.finish()
@@ -180,39 +171,25 @@ def gradients_seen(
         search.look(name, role, gradient)
 
 
-class ExpertsProbe(Probe):
-    """Each product by its weight's full name; modules whose own forward multiplies otherwise as a whole."""
-
-    @override
-    def begin(self, model: torch.nn.Module, search: Search) -> Callable[[], None]:
-        watched: dict[torch.nn.Module, tuple[str, list[str]]] = {}
-        handles = []
+@contextmanager
+def _searching_experts(model: torch.nn.Module, search: Search) -> Iterator[None]:
+    """Look at each product by its weight's full name; at modules whose own forward multiplies otherwise as a whole."""
+    watched: dict[torch.nn.Module, tuple[str, list[str]]] = {}
+    with ExitStack() as exits:
         for fqn, module in model.named_modules():
+            names = [product.attribute for product in products_of(module) if product.groups is not None]
             seam = seam_of(module)
-            if isinstance(module, Float8Experts):
-                watched[module] = fqn, list(module.weights)
+            if names:
+                watched[module] = fqn, names
             elif seam is not None and calls_grouped_linear(module):
                 watched[module] = fqn, list(seam.weights_of(module))
             elif seam is not None:
                 before = functools.partial(_before_experts, search, fqn, list(seam.weights_of(module)))
                 after = functools.partial(_after_experts, search, fqn)
-                handles += [
-                    module.register_forward_pre_hook(before, with_kwargs=True),
-                    module.register_forward_hook(after, prepend=True),
-                ]
-        watch = _Watch(search, watched)
-        watchers.append(watch)
-
-        def leave() -> None:
-            watchers.remove(watch)
-            for handle in handles:
-                handle.remove()
-
-        return leave
-
-
-PROBES: tuple[Probe, ...] = (ExpertsProbe(),)
-"""What looks into other modules than linear layers."""
+                exits.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                exits.callback(module.register_forward_hook(after, prepend=True).remove)
+        exits.enter_context(watching(_Watch(search, watched)))
+        yield
 
 
 class _Watch:
@@ -226,7 +203,7 @@ class _Watch:
             for name in names
         }
 
-    def __call__(self, module: Any, product: Product) -> None:
+    def __call__(self, module: Any, product: Multiplied) -> None:
         if is_metadata_inference():
             return
         # A weight that was copied before is of no parameter, and tells no module.
@@ -250,7 +227,7 @@ class _Watch:
             node.register_hook(functools.partial(gradients_seen, self.search, name))
 
 
-def _is_of(product: Product, module: torch.nn.Module, name: str) -> bool:
+def _is_of(product: Multiplied, module: torch.nn.Module, name: str) -> bool:
     return is_of(product.weight, own_parameter(module, name))
 
 

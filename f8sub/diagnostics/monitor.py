@@ -22,13 +22,13 @@ import torch.distributed as dist
 from f8sub.capture import current_capture
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics import writers
-from f8sub.diagnostics.sample import PROBES, RESULTS, ROLES, Sample
+from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import GRADIENT, Statistics, advice_for, decibels
 from f8sub.diagnostics.writers import Writer
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
 from f8sub.gradients.reduction import measured_by_module
 from f8sub.host_copy import HostCopy
-from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.converted import ConvertedModule, products_of
 
 
 class GradientRows:
@@ -125,14 +125,13 @@ class Monitor:
                 f"to is the path of a file, a function of (step, rows), or a list of these, got {to!r}"
             )
         self._model = model
-        self._layers = {
-            name.replace("_orig_mod.", ""): module
-            for name, module in model.named_modules()
-            if isinstance(module, Float8Linear)
-        }
-        there = [*self._layers, *(name for probe in PROBES for name in probe.names(model))]
-        names = _named(there, patterns)
-        self._layers = {name: layer for name, layer in self._layers.items() if name in names}
+        modules = ((name.replace("_orig_mod.", ""), module) for name, module in model.named_modules())
+        named = {name: module for name, module in modules if isinstance(module, ConvertedModule)}
+        products = {name: list(products_of(module, name)) for name, module in named.items()}
+        # Experts' rows come after those of linear layers.
+        ordered = sorted((p for several in products.values() for p in several), key=lambda p: p.plan.grouped)
+        names = _named([product.name for product in ordered], patterns)
+        self._modules = {name: m for name, m in named.items() if any(p.name in names for p in products[name])}
         self.group = group
         """The ranks whose statistics are put together, the same on all of them; it may be set in the first step."""
         self._every = every
@@ -243,7 +242,7 @@ class Monitor:
         self._step, self._in_step = self._step + 1, True
         self._read(wait=False)
         if self._step % self._every == 0:
-            self._sample = Sample(self._step, self._model, self._layers, self._rows)
+            self._sample = Sample(self._step, self._modules, self._rows)
 
     def _end(self, *, failed: bool) -> None:
         sample, self._sample, self._in_step = self._sample, None, False

@@ -7,18 +7,16 @@ told expert by expert, so that no rank makes float32 values of all of them at on
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from f8sub.capture import launching
 from f8sub.diagnostics.statistics import MAXIMA, WIDTH, Statistics, add_measured, statistics_of
 from f8sub.experts.adapters import name_in
-from f8sub.experts.grouped_linear import GroupedCall, Product, rowwise_of_experts, watchers
-from f8sub.experts.module import Float8Experts
+from f8sub.experts.grouped_linear import GroupedCall, Multiplied, rowwise_of_experts, watching
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, Tile, present
 from f8sub.host_copy import sent_to
 from f8sub.kernels import reference
@@ -26,6 +24,7 @@ from f8sub.kernels.grouped.gemm import is_one_by_one, is_one_by_one_format
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.quantize import quantize, quantize_experts
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
+from f8sub.linear.converted import ConvertedModule, products_of
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, plan_of, sources_of, weight_rowwise
 from f8sub.linear.shared_input import Call
@@ -39,16 +38,6 @@ ROLES = ("x", "w", "dy")
 
 RESULTS = ("y", "dx", "dw")
 """What its GEMMs return. They are cast with current scales for the statistics alone: y as x, dx as dy, dw as w."""
-
-
-class Probe(Protocol):
-    """Measures modules that are no ``Float8Linear``."""
-
-    def names(self, model: torch.nn.Module) -> list[str]:
-        """The names that their rows have."""
-
-    def begin(self, sample: "Sample") -> Callable[[], None]:
-        """Have ``sample`` take what is multiplied from now on, until what is returned is called."""
 
 
 class _Noted(NamedTuple):
@@ -68,31 +57,28 @@ class _Noted(NamedTuple):
 
 
 class Sample:
-    """The hooks of one step, and the table that they fill; ``model`` is what ``PROBES`` look into."""
+    """The hooks of one step, and the table that they fill."""
 
     def __init__(
-        self,
-        step: int,
-        model: torch.nn.Module,
-        layers: dict[str, Float8Linear],
-        rows: dict[tuple[str, str], int],
+        self, step: int, modules: dict[str, ConvertedModule], rows: dict[tuple[str, str], int]
     ) -> None:
-        self.step, self.model, self._rows = step, model, rows
+        self.step, self._rows = step, rows
         self._formats: dict[tuple[str, str], Float8Format] = {}
-        weight = next(iter(layers.values())).weight if layers else next(model.parameters())
+        weight = next(product.weight for module in modules.values() for product in products_of(module))
         # Where the layers run: CPU offload keeps shards elsewhere.
         device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
         self._exits = contextlib.ExitStack()
-        for name, layer in layers.items():
+        for name, layer in modules.items():
+            if layer.plan.grouped:
+                continue
             before = layer.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True)
             # Before other hooks, which may put something else in the place of y.
             after = layer.register_forward_hook(functools.partial(self._after, name), prepend=True)
             self._exits.callback(before.remove)
             self._exits.callback(after.remove)
-        for probe in PROBES:
-            self._exits.callback(probe.begin(self))
+        self._exits.enter_context(watching(_Watch(self, modules)))
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         self._exits.enter_context(launching("a Monitor samples it"))
         self._called = False
@@ -294,42 +280,15 @@ def each_element(format: Float8Format) -> Float8Format:
     return Float8Format(format.dtype, Tile(1, 1))
 
 
-Parts = Iterable[tuple[torch.Tensor, Operand]]
-
-
-class ExpertsProbe(Probe):
-    """A row for each weight of each module of experts, by the weight's full name."""
-
-    @override
-    def names(self, model: torch.nn.Module) -> list[str]:
-        return [f"{fqn}.{name}" for fqn, module in _experts_of(model).items() for name in module.weights]
-
-    @override
-    def begin(self, sample: Sample) -> Callable[[], None]:
-        watch = _Watch(sample, _experts_of(sample.model))
-        watchers.append(watch)
-        return lambda: watchers.remove(watch)
-
-
-PROBES: tuple[Probe, ...] = (ExpertsProbe(),)
-"""What looks into other modules than linear layers."""
-
-
-def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
-    return {
-        name.replace("_orig_mod.", ""): module
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Experts)
-    }
-
-
 class _Watch:
-    def __init__(self, sample: Sample, modules: dict[str, Float8Experts]) -> None:
+    """Measures products of experts: a row for each weight, by the weight's full name."""
+
+    def __init__(self, sample: Sample, modules: dict[str, ConvertedModule]) -> None:
         self.sample = sample
         self.names = {module: name for name, module in modules.items()}
         self._seen: set[Any] = set()
 
-    def __call__(self, module: Any, product: Product) -> None:
+    def __call__(self, module: Any, product: Multiplied) -> None:
         """Measure a product of a module of the model, the first one of its weight with a gradient."""
         call = product.call
         if module not in self.names or call is None or not product.y.requires_grad or is_metadata_inference():
@@ -428,7 +387,7 @@ def _nodes_of_experts(y: torch.Tensor) -> list[torch.autograd.graph.Node]:
 
 
 def _weights(
-    module: Float8Experts, attribute: str, weight: torch.Tensor, call: GroupedCall, format: Float8Format
+    module: ConvertedModule, attribute: str, weight: torch.Tensor, call: GroupedCall, format: Float8Format
 ) -> Iterator[Any]:
     """Each expert's values and codes; of a weight that FSDP2 gathered in float8, those of this rank's shard."""
     if not isinstance(weight, Float8Tensor):

@@ -9,22 +9,21 @@ A module of experts is one row, for it is skipped as a whole.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from typing_extensions import override
 
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics.compare import checked_loss
 from f8sub.errors import Float8ConfigError, Float8NumericsError
-from f8sub.experts.grouped_linear import GroupedCall, Product, multiply, watchers
-from f8sub.experts.module import Float8Experts
+from f8sub.experts.grouped_linear import Multiplied, multiply, watching
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
+from f8sub.linear.converted import ConvertedModule, products_of
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.torch_compat import autocast_dtype, is_dtensor
 from f8sub.weights.weight import Weight, master_of
@@ -46,18 +45,6 @@ class LayerSensitivity(NamedTuple):
 
 Note = Callable[[str, torch.Tensor, torch.Tensor, int], None]
 """Takes a name, what a product's result in float8 has more, the result in high precision, and the product's FLOPs."""
-
-
-class Probe:
-    """Looks at converted modules that are no linear layers."""
-
-    def modules(self, model: torch.nn.Module) -> Mapping[str, Sequence[torch.Tensor]]:
-        """The weights of each module that it looks at, by the module's name."""
-        raise NotImplementedError
-
-    def enter(self, model: torch.nn.Module, note: Note) -> Callable[[], None]:
-        """Have these modules run in high precision and tell ``note`` of each product; call what it returns to undo."""
-        raise NotImplementedError
 
 
 _ROUNDING = 1e-9
@@ -118,10 +105,8 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         Float8NumericsError: the loss, or the harm of a layer, is NaN or infinite.
     """
     refuse_other_than_a_module("sensitivity", model)
-    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
-    weights: dict[str, Sequence[torch.Tensor]] = {fqn: [m.weight] for fqn, m in layers.items()}
-    for probe in PROBES:
-        weights |= probe.modules(model)
+    modules = {fqn: m for fqn, m in model.named_modules() if isinstance(m, ConvertedModule)}
+    weights = {fqn: [product.weight for product in products_of(m)] for fqn, m in modules.items()}
     if not weights:
         raise Float8ConfigError(
             "sensitivity found no float8 layer; call f8sub.convert_to_float8(model) first"
@@ -139,15 +124,15 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
                 # A frozen layer that nothing before it learns has no dy.
                 exits.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(True)
-        for fqn, layer in layers.items():
-            exits.callback(setattr, layer, "plan", layer.plan)
-            look = functools.partial(_after, note, fqn, layer.plan)
-            exits.callback(layer.register_forward_hook(look, with_kwargs=True).remove)
-            plan = layer.plan
+        names = {module: (fqn, module.plan) for fqn, module in modules.items()}
+        for module, (fqn, plan) in names.items():
+            exits.callback(setattr, module, "plan", plan)
+            if not plan.grouped:
+                look = functools.partial(_after, note, fqn, plan)
+                exits.callback(module.register_forward_hook(look, with_kwargs=True).remove)
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
-            layer.plan = plan.with_recipe(high)
-        for probe in PROBES:
-            exits.callback(probe.enter(model, note))
+            module.plan = plan.with_recipe(high)
+        exits.enter_context(watching(functools.partial(_look, note, names)))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         loss = checked_loss(loss_of(model))
         if not bool(loss.isfinite()):
@@ -208,46 +193,13 @@ def _note(
         y.register_hook(add)
 
 
-class ExpertsProbe(Probe):
-    """A row for each module of experts."""
-
-    @override
-    def modules(self, model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-        return {fqn: [getattr(m, name) for name in m.weights] for fqn, m in _experts_of(model).items()}
-
-    @override
-    def enter(self, model: torch.nn.Module, note: Note) -> Callable[[], None]:
-        modules = _experts_of(model)
-        plans = {fqn: module.plan for fqn, module in modules.items()}
-        names = {module: fqn for fqn, module in modules.items()}
-
-        def watch(module: Any, product: Product) -> None:
-            if module in names and product.call is not None:
-                _look(names[module], plans[names[module]], product, product.call, note)
-
-        def leave() -> None:
-            watchers.remove(watch)
-            for fqn, module in modules.items():
-                module.plan = plans[fqn]
-
-        for module in modules.values():
-            plan = module.plan
-            high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
-            module.plan = plan.with_recipe(high)
-        watchers.append(watch)
-        return leave
-
-
-PROBES: tuple[Probe, ...] = (ExpertsProbe(),)
-"""What looks into other modules than linear layers."""
-
-
-def _experts_of(model: torch.nn.Module) -> dict[str, Float8Experts]:
-    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, Float8Experts)}
-
-
-def _look(fqn: str, plan: Plan, product: Product, call: GroupedCall, note: Note) -> None:
-    x, weight, groups, _, y = product
+def _look(
+    note: Note, names: Mapping[ConvertedModule, tuple[str, Plan]], module: Any, product: Multiplied
+) -> None:
+    x, weight, groups, call, y = product
+    if module not in names or call is None:
+        return
+    fqn, plan = names[module]
     with torch.no_grad():
         y8 = multiply(x.detach(), weight, groups, call._replace(plan=plan))
         error = y8.float() - y.detach().float()

@@ -24,6 +24,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.grouped.gemm import in_high_precision
 from f8sub.kernels.grouped.operands import Groups
+from f8sub.linear.converted import own_parameter
 from f8sub.tensor import aten_ops  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
 from f8sub.torch_compat import constant_result, graph_task, no_torch_function, saved_tensors_hook
@@ -174,16 +175,6 @@ def adapters_apart(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for parametrizations, index, proxy in replaced:
             parametrizations[index] = proxy
-
-
-def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A module's parameter, whatever parametrizations make of it; what they, or pruning, made of several tensors."""
-    if (parameter := module._parameters.get(name)) is not None:
-        return parameter
-    lists: Any = module._modules.get("parametrizations")
-    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
-    found: torch.Tensor = getattr(module, name) if original is None else original
-    return found
 
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ import torch
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.experts import adapters
-from f8sub.experts.adapters import Adapted, Transposed, own_parameter
+from f8sub.experts.adapters import Adapted, Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
 from f8sub.kernels import ops, reference
 from f8sub.kernels.gemm.select import REFERENCE, Plan
@@ -24,6 +24,7 @@ from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_f
 from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts
 from f8sub.kernels.scales import CURRENT_SOURCES, PriorScale, Sources, scale_now, with_inverse
 from f8sub.linear import autocast
+from f8sub.linear.converted import own_parameter
 from f8sub.linear.float8_linear import Float8Matmul, plan_of, sources_of
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import cast_or_share, ends_of, sharing_tokens
@@ -193,7 +194,7 @@ def linear(
     return torch.cat([*found, past.new_zeros((len(past), width), dtype=dtype)])
 
 
-class Product(NamedTuple):
+class Multiplied(NamedTuple):
     """What ``grouped_linear`` multiplied, as it lies on this rank, and the result; without a recipe no ``call``."""
 
     x: torch.Tensor
@@ -203,8 +204,20 @@ class Product(NamedTuple):
     y: torch.Tensor
 
 
-watchers: list[Callable[[Any, Product], None]] = []
-"""Called after every product, with the converted module whose forward runs, or that the weight is of."""
+Watch = Callable[[Any, Multiplied], None]
+"""Called after a product, with the converted module whose forward runs, or that the weight is of."""
+
+_watchers: list[Watch] = []
+
+
+@contextlib.contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Have ``watch`` called after every product within it, of any thread."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
 
 
 class Forward:
@@ -318,8 +331,8 @@ def grouped_linear(
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
         y = in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
-        for watch in watchers:
-            watch(owner, Product(x, weight, groups, None, y))
+        for watch in _watchers:
+            watch(owner, Multiplied(x, weight, groups, None, y))
         return y
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
@@ -328,8 +341,8 @@ def grouped_linear(
     y = multiply(x, weight, groups, call)
     if autocast.was_entered and module is not None:
         autocast.remember(module, plan, y)
-    for watch in watchers:
-        watch(owner, Product(x, weight, groups, call, y))
+    for watch in _watchers:
+        watch(owner, Multiplied(x, weight, groups, call, y))
     return y
 
 

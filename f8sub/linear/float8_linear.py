@@ -17,16 +17,15 @@ Compiled forwards of layers whose weight or x is a DTensor of float8 are one nod
 AOTAutograd runs the node while it traces, with tensors that show what is in them, and so compiles what is in the node.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import override
 
 from f8sub.delayed import state
 from f8sub.delayed.state import delayed_sources_of
-from f8sub.errors import Float8ConfigError, Float8ShapeError, jit_error
-from f8sub.formats import HIGH_PRECISION, Operand, present
+from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.ops import derive_columnwise_in_backward, small_part_of
@@ -34,21 +33,16 @@ from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import autocast
 from f8sub.linear.checkpointing import multiply
+from f8sub.linear.converted import ConvertedModule
 from f8sub.linear.dtensor import Places, place
 from f8sub.linear.saved_input import GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, compiling, is_dtensor, untraced
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, reassigned, rowwise_of
+from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.weights.weight import (
     Weight,
-    WeightRecord,
-    casting,
-    check_assigned,
-    check_not_raw,
-    exported,
     local_tensor,
 )
 
@@ -255,24 +249,16 @@ def one_node(
     return _node(x, weight, bias, plan.key, dtype, layer.keep_x)
 
 
-class Float8Linear(torch.nn.Linear):
+class Float8Linear(ConvertedModule, torch.nn.Linear):
     """``nn.Linear`` whose three GEMMs run in float8; made by ``convert_to_float8``, by class swap.
 
     x is float32, bfloat16 or float16, with any leading dims, and need not have the weight's dtype. y has x's dtype, or
     that of ``torch.autocast``. The bias is added in high precision.
 
     Attributes:
-        plan: the recipe and the backend of each GEMM, where no context asks for another.
-        fqn: the layer's name in the model that was converted, for errors and reports.
-        converted: the conversion that the weight is of.
-        float8_all_gather: whether FSDP2 gathers the weight as float8.
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
     """
 
-    plan: Plan
-    fqn: str
-    converted: Conversion
-    float8_all_gather: bool
     keep_x: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -319,90 +305,14 @@ class Float8Linear(torch.nn.Linear):
             autocast.remember(self, plan, y)
         return y if whole is None else whole(y)
 
-    def follow(self, device: torch.device) -> None:
-        """Select backends anew where the layer came to a device of another type since it was converted.
-
-        Raises:
-            Float8ConfigError: the backend asked for does not run there; or ``torch.compile`` traces a first call there.
-        """
-        if self.plan.device.type == device.type:
-            return
-        refuse_compiling(self.fqn, self.plan.device, device)
-        self.plan = self.plan.on(device)
-        for guest in self.converted.layer_guests:
-            guest.planned(self.converted, [self.plan])
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Float8Linear":
-        super()._apply(casting(self.fqn, fn), recurse)  # type: ignore[no-untyped-call]
-        if not self.weight.is_meta:
-            self.follow(self.weight.device)
-        return self
-
-    def enter_weight(self) -> WeightRecord:
-        """Enter the weight among those that were converted together."""
-        recipe = self.plan.recipe
-        format = recipe.fprop.b or recipe.dgrad.b or recipe.wgrad.b
-        return self.converted.add(self, "weight", self.fqn, format, self.float8_all_gather)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        record, local = self.enter_weight(), local_tensor(self.weight)
-        if isinstance(local, MasterWeight):
-            local.cell.take(record)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.converted.settle()
-        self.converted.keep_memory(self)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars and "weight" in self._parameters:  # else parametrized, or pruned
-            destination[f"{prefix}weight"] = exported(self.weight)
-
-    @override
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        if name == "weight":
-            check_assigned(self.fqn, name, param)
-        super().register_parameter(name, param)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
-        weight = self.weight
-        kind = type(local_tensor(weight))
-        self.converted.settle()
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.converted.loaded()
-        for guest in self.converted.layer_guests:
-            guest.loaded(self, state_dict, prefix)
-        if "weight" in self._parameters:
-            reassigned(self.converted.record_of(self, "weight"), weight, kind)
-
     @property
-    def how(self) -> str:
-        """Recipe and backend, and what deviates from the defaults."""
-        words = [self.plan.recipe.name, self.plan.described]
-        if not self.float8_all_gather:
-            words.append("gathered in high precision")
-        deviations = (guest.deviation(self) for guest in self.converted.layer_guests)
-        return ", ".join([*words, *filter(None, deviations)])
+    def _stored(self) -> Mapping[str, bool]:
+        return _WEIGHT
 
-    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
-        # What torch calls in place of ``forward`` while ``torch.jit.trace`` records.
-        raise jit_error(self.fqn, "traced")
-
-    def __prepare_scriptable__(self) -> Any:
-        # What ``torch.jit.script`` asks each module for.
-        raise jit_error(self.fqn, "scripted")
-
-    def extra_repr(self) -> str:
-        """nn.Linear's, and ``how``."""
-        return f"{super().extra_repr()}, {self.how}"
+    def format_of(self, name: str) -> Float8Format | None:
+        """The format that one of the GEMMs reads the weight in, fprop's before the others'."""
+        recipe = self.plan.recipe
+        return recipe.fprop.b or recipe.dgrad.b or recipe.wgrad.b
 
 
-def refuse_compiling(fqn: str, device: torch.device, new: torch.device) -> None:
-    """Raise a Float8ConfigError where ``torch.compile`` traces the first call on a device of another type."""
-    if torch.compiler.is_compiling():
-        raise Float8ConfigError(
-            f"{fqn}: converted for {device.type}, and compiled for {new.type}; move the model with model.to(device), "
-            "or call it once before it is compiled"
-        )
+_WEIGHT = {"weight": False}

@@ -117,14 +117,10 @@ def test_codes_alone_compute_as_high_precision_does_and_a_small_adapter_counts()
     index = torch.randint(0, 6, (8, 2), generator=rng)
     scores = torch.full((8, 2), 0.5, dtype=torch.bfloat16)
     seen = []
-    watch = lambda fqn, product: seen.append(product)  # noqa: E731
-    grouped_linear.watchers.append(watch)
-    try:
+    with grouped_linear.watching(lambda module, product: seen.append(product)):
         with model.disable_adapter():
             without = wrapper(x, index, scores)
         with_them = wrapper(x, index, scores)
-    finally:
-        grouped_linear.watchers.remove(watch)
     assert not torch.equal(with_them, without)
     # The products in float8 are those of the weight's own codes, with adapters and without.
     assert [p.weight.shape for p in seen[:2]] == [p.weight.shape for p in seen[2:]]

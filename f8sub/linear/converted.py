@@ -1,0 +1,184 @@
+"""What converted linear layers and modules of experts have in common: state dicts, copies, devices, products."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from f8sub.errors import Float8ConfigError, jit_error
+from f8sub.formats import Float8Format
+from f8sub.kernels.gemm.select import Plan
+from f8sub.weights.conversion import Conversion
+from f8sub.weights.master_weight import MasterWeight, reassigned
+from f8sub.weights.weight import casting, check_assigned, check_not_raw, exported, local_tensor
+
+
+class Product(NamedTuple):
+    """A product that a converted module makes in its forward: of rows with one of its weights.
+
+    Attributes:
+        name: a linear layer's own; of experts with the weight's.
+        attribute: the weight's name in the module.
+        weight: (N, K); of experts (E, N, K), or (E, K, N) where ``transposed``; whatever parametrizations make of it.
+        plan: the recipe and the backend of each GEMM, where no context asks for another.
+        groups: how many groups of rows have a matrix of their own, E; None for one that all rows read.
+        transposed: how the weight is stored.
+    """
+
+    name: str
+    attribute: str
+    weight: torch.Tensor
+    plan: Plan
+    groups: int | None
+    transposed: bool
+
+
+class ConvertedModule(torch.nn.Module):
+    """A module that multiplies in float8 by weights of its own; what it turns into stands before its own class.
+
+    Attributes:
+        plan: the recipe and the backend of each GEMM, where no context asks for another.
+        fqn: the module's name in the model that was converted, for errors and reports.
+        converted: the conversion that the weights are of.
+        float8_all_gather: whether FSDP2 gathers weights as float8 where they allow it.
+    """
+
+    plan: Plan
+    fqn: str
+    converted: Conversion
+    float8_all_gather: bool
+
+    @property
+    def _stored(self) -> Mapping[str, bool]:
+        """The names of its weights, and whether each is stored transposed."""
+        raise NotImplementedError
+
+    def format_of(self, name: str) -> Float8Format | None:
+        """The format of a weight's codes as they are stored; None where no product reads any."""
+        raise NotImplementedError
+
+    def is_gathered(self, name: str) -> bool:
+        """Whether FSDP2 gathers a weight as float8."""
+        return self.float8_all_gather
+
+    def enter_weights(self) -> None:
+        """Enter the weights among those that were converted together."""
+        for product in products_of(self):
+            name = product.attribute
+            self.converted.add(self, name, product.name, self.format_of(name), self.is_gathered(name))
+
+    def follow(self, device: torch.device) -> None:
+        """Select backends anew where the module came to a device of another type since it was converted.
+
+        Raises:
+            Float8ConfigError: the backend asked for does not run there; or ``torch.compile`` traces a first call there.
+        """
+        if self.plan.device.type == device.type:
+            return
+        if torch.compiler.is_compiling():
+            raise Float8ConfigError(
+                f"{self.fqn}: converted for {self.plan.device.type}, and compiled for {device.type}; move the model "
+                "with model.to(device), or call it once before it is compiled"
+            )
+        self.plan = self.plan.on(torch.device(device.type))
+        for guest in self.converted.layer_guests:
+            guest.planned(self.converted, [self.plan])
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(casting(self.fqn, fn), recurse)  # type: ignore[no-untyped-call]
+        weight = own_parameter(self, next(iter(self._stored)))
+        if not weight.is_meta:
+            self.follow(weight.device)
+        return self
+
+    @property
+    def _held(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that are parameters: neither parametrized nor pruned."""
+        found = ((name, self._parameters.get(name)) for name in self._stored)
+        return {name: weight for name, weight in found if weight is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.enter_weights()
+        for name, weight in self._held.items():
+            local = local_tensor(weight)
+            if isinstance(local, MasterWeight):
+                local.cell.take(self.converted.record_of(self, name))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.converted.settle()
+        self.converted.keep_memory(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            for name, weight in self._held.items():
+                destination[f"{prefix}{name}"] = exported(weight)
+
+    @override
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name in self._stored:
+            check_assigned(self.fqn, name, param)
+        super().register_parameter(name, param)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
+        before = self._held
+        kinds = {name: type(local_tensor(weight)) for name, weight in before.items()}
+        self.converted.settle()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.converted.loaded()
+        for guest in self.converted.layer_guests:
+            guest.loaded(self, state_dict, prefix)
+        for name, kind in kinds.items():
+            reassigned(self.converted.record_of(self, name), before[name], kind)
+
+    @property
+    def how(self) -> str:
+        """Recipe and backend, and what deviates from the defaults."""
+        words = [self.plan.recipe.name, self.plan.described]
+        if left := [name for name in self._stored if not self.is_gathered(name)]:
+            which = "" if len(left) == len(self._stored) else f"{', '.join(left)} "
+            words.append(f"{which}gathered in high precision")
+        deviations = (guest.deviation(self) for guest in self.converted.layer_guests)
+        return ", ".join([*words, *filter(None, deviations)])
+
+    def extra_repr(self) -> str:
+        """That of its class, and ``how``."""
+        return ", ".join(filter(None, (super().extra_repr(), self.how)))
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        # What torch calls in place of ``forward`` while ``torch.jit.trace`` records.
+        raise jit_error(self.fqn, "traced")
+
+    def __prepare_scriptable__(self) -> Any:
+        # What ``torch.jit.script`` asks each module for.
+        raise jit_error(self.fqn, "scripted")
+
+
+def products_of(module: torch.nn.Module, fqn: str | None = None) -> Iterator[Product]:
+    """The products of a converted module, one for each of its weights; none of any other module.
+
+    They are named as in the model that was converted, or as in one that has the module by the name ``fqn``.
+    """
+    if not isinstance(module, ConvertedModule):
+        return
+    plan, name = module.plan, module.fqn if fqn is None else fqn
+    for attribute, transposed in module._stored.items():
+        weight = own_parameter(module, attribute)
+        if plan.grouped:
+            full = f"{name}.{attribute}".lstrip(".")
+            yield Product(full, attribute, weight, plan, weight.shape[0], transposed)
+        else:
+            yield Product(name, attribute, weight, plan, None, transposed)
+
+
+def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """A module's parameter, whatever parametrizations make of it; what they, or pruning, made of several tensors."""
+    if (parameter := module._parameters.get(name)) is not None:
+        return parameter
+    lists: Any = module._modules.get("parametrizations")
+    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
+    found: torch.Tensor = getattr(module, name) if original is None else original
+    return found

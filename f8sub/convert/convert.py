@@ -252,14 +252,8 @@ def other_reasons(
 
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:
-    module: Any = layer.module
-    # The same object: hooks, parents' references and parameters stay.
-    module.__class__ = float8_class(type(module))
-    module.plan, module.fqn, module.converted = layer.plan, layer.fqn or "(root)", conversion
-    module.float8_all_gather, module.keep_x = layer.gathered, layer.keep_x
-    module.enter_weights()
-    for guest in conversion.layer_guests:
-        guest.entered(module)
+    module, fqn, plan, gathered, keep_x = layer
+    float8_class(type(module))._take(module, plan, fqn or "(root)", conversion, gathered, keep_x=keep_x)
 
 
 def _wrap_weights(conversion: Conversion) -> None:
@@ -331,11 +325,7 @@ def convert_from_float8(model: Model) -> Model:
             if converter.takes(module):
                 converter.revert(module)
         if isinstance(module, Float8Linear):
-            # What a conversion put on the layer, so that the nn.Linear pickles and copies as one.
-            del module.plan, module.fqn, module.converted, module.float8_all_gather, module.keep_x
-            for guest in conversion.layer_guests:
-                guest.left(module)
-            module.__class__ = plain_class(module)  # type: ignore[assignment]
+            module._become(plain_class(module))
     Conversion.forget(model)
     return model
 

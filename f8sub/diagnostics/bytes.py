@@ -12,9 +12,8 @@ from f8sub.convert.checks import is_converted
 from f8sub.convert.filters import kind_of
 from f8sub.estimator.operands import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
 from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
-from f8sub.experts.module import Float8Experts
 from f8sub.experts.seams import seam_of
-from f8sub.linear.converted import own_parameter
+from f8sub.linear.converted import ConvertedModule, own_parameter
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.text_table import text_table
@@ -321,7 +320,7 @@ def _described(
 
 
 def _experts_in_float8(
-    module: Float8Experts, name: str, product: Product, weight: WeightBytes, plain: Bytes, rows: int
+    module: ConvertedModule, name: str, product: Product, weight: WeightBytes, plain: Bytes, rows: int
 ) -> Bytes:
     plan, format = module.plan, module.format_of(name)
     recipe, gathered = plan.recipe, module.is_gathered(name)
@@ -345,7 +344,7 @@ def _experts_in_float8(
     return Bytes(plain.master, codes, wire, saved, wire + made)
 
 
-def _weight_made_in_backward(module: Float8Experts, product: Product) -> int:
+def _weight_made_in_backward(module: ConvertedModule, product: Product) -> int:
     """Of the columnwise operand, where it is no view of the rowwise codes."""
     row, col = module.plan.recipe.formats("w")
     if col is None or (row is not None and row.tile.is_transpose_of(col.tile)):

@@ -19,8 +19,6 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
-_OWN = ("plan", "fqn", "converted", "float8_all_gather", "seam", "weights")
-
 
 class ExpertsConverter(Converter):
     """Converts modules of experts whose seam is known."""
@@ -76,27 +74,18 @@ class ExpertsConverter(Converter):
         plan = Plan.make(recipe, torch.device(device.type), backend, grouped=True)
 
         def convert(conversion: Conversion) -> None:
-            made: Any = module
-            made.seam = seam_of(module)
-            made.weights = made.seam.weights_of(module)
-            made.__class__ = float8_class(type(module))
-            made.plan, made.fqn, made.converted, made.float8_all_gather = plan, fqn, conversion, gathered
-            made.enter_weights()
-            for guest in conversion.layer_guests:
-                guest.entered(made)
+            seam = seam_of(module)
+            weights = {} if seam is None else seam.weights_of(module)
+            own = {"seam": seam, "weights": weights}
+            float8_class(type(module))._take(module, plan, fqn, conversion, gathered, **own)
 
         return convert
 
     @override
     def revert(self, module: torch.nn.Module) -> None:
         if isinstance(module, Float8Experts):
-            plain = plain_class(module)
             adapters.leave(module)
-            for guest in module.converted.layer_guests:
-                guest.left(module)
-            for name in _OWN:
-                delattr(module, name)
-            module.__class__ = plain  # type: ignore[assignment]
+            module._become(plain_class(module))
 
 
 converters.append(ExpertsConverter())

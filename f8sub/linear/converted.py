@@ -148,6 +148,28 @@ class ConvertedModule(torch.nn.Module):
         """That of its class, and ``how``."""
         return ", ".join(filter(None, (super().extra_repr(), self.how)))
 
+    @classmethod
+    def _take(
+        cls, module: Any, plan: Plan, fqn: str, converted: Conversion, gathered: bool, **own: Any
+    ) -> None:
+        """Turn a module into one of this class, with the attributes of it alone, ``own``; enter its weights."""
+        for name, value in own.items():
+            setattr(module, name, value)
+        module.__class__ = cls
+        module.plan, module.fqn, module.converted, module.float8_all_gather = plan, fqn, converted, gathered
+        module.enter_weights()
+        for guest in converted.layer_guests:
+            guest.entered(module)
+
+    def _become(self, cls: type[torch.nn.Module]) -> None:
+        """Turn the module, whose weights are plain parameters already, back into one of ``cls``."""
+        for guest in self.converted.layer_guests:
+            guest.left(self)
+        for ours in (each for each in type(self).__mro__ if issubclass(each, ConvertedModule)):
+            for name in ours.__annotations__:
+                vars(self).pop(name, None)
+        self.__class__ = cls  # type: ignore[assignment]
+
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         # What torch calls in place of ``forward`` while ``torch.jit.trace`` records.
         raise jit_error(self.fqn, "traced")

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -318,17 +319,43 @@ def bytes_of(form: Form) -> None:
 
 
 def copies(form: Form) -> None:
+    """Deep copies and pickles have the same results, and a conversion of their own."""
     model = form.converted()
     expected = results(model)
-    assert equal(results(copy.deepcopy(model)), expected)
-    stored = io.BytesIO()
-    torch.save(model.layer, stored)
-    stored.seek(0)
-    assert equal(results(Model(torch.load(stored, weights_only=False), form.call)), expected)
-    fresh = form.converted()
-    fresh.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    assert equal(results(fresh), expected)
-    assert list(model.state_dict()) == list(form.plain().state_dict())
+    file = io.BytesIO()
+    torch.save(nn.Sequential(model.layer), file)
+    file.seek(0)
+    (stored,) = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(model)
+    assert getattr(copied.layer, form.weights[0]).record.module is copied.layer
+    for other in (copied, Model(stored, form.call)):
+        assert equal(results(other), expected)
+        assert other.layer.converted is not model.layer.converted
+    state = model.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert list(state) == list(form.plain().state_dict())
+
+
+def loaded(form: Form) -> None:
+    """Training goes on from what was loaded; a weight that is not replaced stays what an optimizer has."""
+    for primary, assign in itertools.product((False, True), repeat=2):
+        model, expected = form.converted("tensorwise", primary_weights=primary), form.converted("tensorwise")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if primary:
+            optimizer = f8sub.optim.MasterWeights(optimizer)
+        values = {n: gaussian(tuple(v.shape), generator(9)) / 8 for n, v in model.state_dict().items()}
+        weight = getattr(model.layer, form.weights[0])
+        model.load_state_dict({name: value.clone() for name, value in values.items()}, assign=assign)
+        if primary or not assign:
+            assert getattr(model.layer, form.weights[0]) is weight
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expected.load_state_dict(values)
+        other = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for _ in range(2):
+            assert equal([results(model)[0]], [results(expected)[0]])
+            optimizer.step()
+            other.step()
 
 
 def jit(form: Form) -> None:
@@ -408,6 +435,7 @@ FEATURES = [
     step_guard,
     bytes_of,
     copies,
+    loaded,
     jit,
     checkpointing,
     swiglu_input,

@@ -4,20 +4,17 @@ import copy
 import functools
 import importlib
 import inspect
-import io
 import pathlib
 import re
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.experts import seams
 from f8sub.experts.module import Float8Experts
 from f8sub.kernels.grouped import gemm
-from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.experts.models import (
     MODELS,
@@ -360,33 +357,6 @@ def test_a_backend_that_experts_do_not_have_changes_nothing():
     assert type(model.head) is nn.Linear
 
 
-def test_copies_pickles_and_state_dicts():
-    model = converted(own())
-    expected = run(model.mlp.experts)
-    copied = copy.deepcopy(model)
-    assert copied.mlp.experts.converted is not model.mlp.experts.converted
-    assert copied.mlp.experts.up.record.module is copied.mlp.experts
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for other in (copied, loaded):
-        assert torch.equal(run(other.mlp.experts), expected)
-    state = model.state_dict()
-    assert all(type(value) is torch.Tensor for value in state.values())
-    assert state.keys() == own().state_dict().keys()
-    for assign in (False, True):
-        with torch.device("meta" if assign else "cpu"):
-            fresh = own()
-        with torch.no_grad():
-            for parameter in fresh.parameters():
-                parameter.zero_()
-        converted(fresh)
-        fresh.load_state_dict(copy.deepcopy(state), assign=assign)
-        assert isinstance(fresh.mlp.experts.up.data, MasterWeight)
-        assert torch.equal(run(fresh.mlp.experts), expected)
-
-
 def test_weights_train():
     model = converted(own())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -399,20 +369,6 @@ def test_weights_train():
         f8sub.precompute_scales(model)
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
-
-
-def gradients_of(experts: nn.Module, call) -> list[torch.Tensor]:
-    x = gaussian((16, 32), generator(5)).requires_grad_()
-    y = call(x, torch.tensor([5, 5, 16]))
-    y.backward(gaussian(tuple(y.shape), generator(6)))
-    return [y.detach(), x.grad, *(p.grad for p in experts.parameters())]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_forward_is_run_again_in_float8(reentrant):
-    plain, again = (converted(own()).mlp.experts for _ in range(2))
-    found = gradients_of(again, lambda *given: checkpoint(again, *given, use_reentrant=reentrant))
-    assert all(map(torch.equal, found, gradients_of(plain, plain)))
 
 
 def test_frozen_experts_and_no_tokens():

@@ -256,6 +256,10 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
     that of ``torch.autocast``. The bias is added in high precision.
 
     Attributes:
+        plan: the recipe and the backend of each GEMM, where no context asks for another.
+        fqn: the layer's name in the model that was converted, for errors and reports.
+        converted: the conversion that the weight is of.
+        float8_all_gather: whether FSDP2 gathers the weight as float8.
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
     """
 

@@ -180,11 +180,12 @@ def cast_or_share(
     source = sources.x
     is_compiled = torch.compiler.is_compiling()
     scope = None if is_compiled else _scope_for(x, sources, groups)
-    key = matrix.dtype, formats, plan.any_layout, plan.multiple, source.key
+    multiple = 1 if groups is None else plan.multiple
+    key = matrix.dtype, formats, plan.any_layout, multiple, source.key
     if scope is not None and scope.x is not None and scope.key == key and scope.x.is_of(x):
         made, event = scope.made, scope.event
     else:
-        made = quantize(matrix, *formats, source, plan.any_layout, groups, plan.multiple)
+        made = quantize(matrix, *formats, source, plan.any_layout, groups, multiple)
         event = None if is_compiled else next(events)
         if scope is not None:
             scope.x, scope.key, scope.made, scope.event = _Seen(x), key, made, event

@@ -177,9 +177,9 @@ class Plan:
 
     @property
     def multiple(self) -> int:
-        """See ``GroupedBackend.multiple``, of wgrad's; on a GPU at least what its casts align groups to."""
-        least = MULTIPLE if self.grouped and self.device.type == "cuda" else 1
-        return max(least, GROUPED[self.wgrad].multiple) if self.grouped and self.wgrad is not None else least
+        """Of groups, see ``GroupedBackend.multiple``: of wgrad's; on a GPU at least what its casts align groups to."""
+        least = MULTIPLE if self.device.type == "cuda" else 1
+        return least if self.wgrad is None else max(least, GROUPED[self.wgrad].multiple)
 
     @property
     def described(self) -> str:

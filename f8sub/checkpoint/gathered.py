@@ -125,7 +125,7 @@ def names_of(model: torch.nn.Module, parts: Iterable[NamedTensor]) -> Pieces:
     return pieces_of(model, {part.name: tuple(part.tensor.shape) for part in parts}, experts)
 
 
-def experts_of(part: Part, dtype: torch.dtype | None) -> Iterator[Operand]:
+def experts_of(part: NamedTensor, dtype: torch.dtype | None) -> Iterator[Operand]:
     """The weights of all experts as fprop reads them, one after the other: views of what was gathered."""
     weight, module = part.tensor, cast("Float8Experts", part.module)
     if not part.is_of_experts:

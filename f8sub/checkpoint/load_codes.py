@@ -145,7 +145,7 @@ def held_experts(
     Raises:
         Float8ConfigError: one of them was gathered before.
     """
-    of_module: dict[Any, list[Part]] = defaultdict(list)
+    of_module: dict[Any, list[NamedTensor]] = defaultdict(list)
     for part in sources:
         if part.is_of_experts:
             of_module[part.module].append(part)
@@ -172,7 +172,7 @@ def in_order(sources: Sequence[StoredTensor]) -> list[StoredTensor]:
     )
 
 
-def _can_hold(part: Part, sources: Sequence[Source]) -> bool:
+def _can_hold(part: NamedTensor, sources: Sequence[StoredTensor]) -> bool:
     """Whether a weight is frozen and primary, and its codes lie in the file as they are multiplied."""
     module: Any = part.module
     weight, product = part.tensor, part.product

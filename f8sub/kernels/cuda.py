@@ -30,14 +30,14 @@ from f8sub.kernels.triton.support import (
     EXPONENT_VECTOR,
     ROWWISE,
     VECTOR,
-    Part,
-    takes_part,
+    ShardSlice,
+    takes_slice,
     why_no_kernel,
 )
 from f8sub.torch_compat import is_capturing
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Made
+    from f8sub.kernels.triton.launch import Launches
 
 _RECAST = ((ROWWISE, ROWWISE), (VECTOR, VECTOR))
 """The tiles of rowwise codes and of columnwise ones between which a kernel casts anew."""
@@ -281,7 +281,7 @@ def token_launches(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     multiple: int,
-) -> "Made":
+) -> "Launches":
     """How kernels make the operands of one format, of groups that follow each other; they fill what is made here."""
     format = rowwise or columnwise
     if format is None:
@@ -372,14 +372,14 @@ def derive_columnwise_of_experts(rowwise: ExpertWeights, format: Float8Format) -
     return ExpertWeights(made[0], made[1], format)
 
 
-def weight_launches(w: torch.Tensor, format: Float8Format) -> "Made":
+def weight_launches(w: torch.Tensor, format: Float8Format) -> "Launches":
     """How kernels make rowwise codes; they fill what is made here."""
     from f8sub.kernels.triton import quantize_grouped_launch
 
     return quantize_grouped_launch.weight_quantization(w, Operand(*empty_codes(w, format)))
 
 
-def derivation_launches(rowwise: ExpertWeights, format: Float8Format) -> "Made":
+def derivation_launches(rowwise: ExpertWeights, format: Float8Format) -> "Launches":
     """How kernels make columnwise codes; they fill what is made here."""
     from f8sub.kernels.triton import quantize_grouped_launch
 

@@ -54,7 +54,7 @@ class NamedTensor(NamedTuple):
 
     @property
     def product(self) -> Product | None:
-        """The product of a converted module that reads it; None of any other tensor."""
+        """The converted module's product that reads it; None for any other tensor."""
         return next((p for p in products_of(self.module) if p.attribute == self.attribute), None)
 
     @property
@@ -126,7 +126,7 @@ def names_of(model: torch.nn.Module, parts: Iterable[NamedTensor]) -> Pieces:
 
 
 def experts_of(part: NamedTensor, dtype: torch.dtype | None) -> Iterator[Operand]:
-    """The weights of all experts as fprop reads them, one after the other: views of what was gathered."""
+    """Yield the weights of all experts as fprop reads them, one after the other: views of what was gathered."""
     weight, module = part.tensor, cast("Float8Experts", part.module)
     if not part.is_of_experts:
         raise RuntimeError(f"{part.name} is not a weight of experts")

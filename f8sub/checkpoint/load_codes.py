@@ -55,7 +55,7 @@ def check_not_gathered(module: Any, name: str = "weight") -> None:
 
 
 def plan_for(plan: Plan, *, is_power_of_2: bool) -> Plan | None:
-    """The plan where weights have the scales of a checkpoint; None where the recipe of ``plan`` cannot read these.
+    """Return the plan where weights have a checkpoint's scales; None where the recipe of ``plan`` cannot read these.
 
     Raises:
         Float8ConfigError: the backend that was asked for has no such product.
@@ -96,6 +96,7 @@ def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, i
         offset: (row, column) in the whole weight at which the part begins.
     """
     layer.plan = plan
+    # The record's format is that of the plan: it is entered again with the file's kind of scales.
     layer.enter_weights()
     put(layer, "weight", operand, offset)
 
@@ -173,7 +174,7 @@ def in_order(sources: Sequence[StoredTensor]) -> list[StoredTensor]:
 
 
 def _can_hold(part: NamedTensor, sources: Sequence[StoredTensor]) -> bool:
-    """Whether a weight is frozen and primary, and its codes lie in the file as they are multiplied."""
+    """Return whether a weight is frozen and primary, and the file has its data as they are multiplied."""
     module: Any = part.module
     weight, product = part.tensor, part.product
     if not part.is_of_experts or weight.requires_grad or not is_primary(weight):

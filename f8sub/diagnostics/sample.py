@@ -230,11 +230,11 @@ class Sample:
             self.take(name, role, format, [(matrix, operand)])
 
     def wants(self, name: str, role: str) -> bool:
-        """Whether there is a row for it."""
+        """Return whether there is a row for it."""
         return (name, role) in self._rows
 
     def has(self, name: str, role: str) -> bool:
-        """Whether its row was taken in this step."""
+        """Return whether its row was taken in this step."""
         return (name, role) in self._formats
 
     def take(

@@ -1,4 +1,4 @@
-"""What converted linear layers and modules of experts have in common: state dicts, copies, devices, products."""
+"""The common part of converted linear layers and modules of experts: state dicts, copies, devices, products."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class ConvertedModule(torch.nn.Module):
         raise NotImplementedError
 
     def is_gathered(self, name: str) -> bool:
-        """Whether FSDP2 gathers a weight as float8."""
+        """Return whether FSDP2 gathers a weight as float8."""
         return self.float8_all_gather
 
     def enter_weights(self) -> None:
@@ -145,7 +145,7 @@ class ConvertedModule(torch.nn.Module):
         return ", ".join([*words, *filter(None, deviations)])
 
     def extra_repr(self) -> str:
-        """That of its class, and ``how``."""
+        """Add ``how`` to what its own class shows."""
         return ", ".join(filter(None, (super().extra_repr(), self.how)))
 
     @classmethod
@@ -180,7 +180,7 @@ class ConvertedModule(torch.nn.Module):
 
 
 def products_of(module: torch.nn.Module, fqn: str | None = None) -> Iterator[Product]:
-    """The products of a converted module, one for each of its weights; none of any other module.
+    """Yield the products of a converted module, one for each of its weights; none of any other module.
 
     They are named as in the model that was converted, or as in one that has the module by the name ``fqn``.
     """

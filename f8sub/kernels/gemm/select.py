@@ -89,7 +89,7 @@ _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM
 def select_gemm(
     spec: GemmSpec, device: torch.device, backend: str = "auto", grouped: bool = False
 ) -> str | None:
-    """Name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
+    """Return the name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
     No such backend, or none that can, is a ``Float8ConfigError``, which carries every candidate's reason.
     """
@@ -100,9 +100,11 @@ def select_gemm(
         raise Float8ConfigError(
             f"backend {backend!r} has no grouped products for experts; take 'auto' or one of {list(backends)}"
         )
+    # A GEMM with one operand in high precision has both in high precision.
     if spec.a is None or spec.b is None:
         return None
     reasons = {}
+    # In order of preference: the first that can is taken. A backend asked for by name is never replaced.
     preferred = ON_CPU if grouped and device.type in ("cpu", "meta") else backends
     for name in preferred if backend == "auto" else [backend]:
         reason = backends[name].why_not(spec.a, spec.b, device)
@@ -205,7 +207,7 @@ class Plan:
     def make(
         cls, recipe: Recipe, device: torch.device, backend: str = "auto", grouped: bool = False
     ) -> "Plan":
-        """Three times ``select_gemm``; equal questions get the very same plan, so that compiled code is shared.
+        """Select the backends of the three GEMMs; equal questions get the same plan, so compiled code is shared.
 
         Args:
             recipe: of the three products.
@@ -224,17 +226,18 @@ class Plan:
         return cls._of(recipe, *gemms, any_layout, device, backend, grouped)
 
     def with_recipe(self, recipe: Recipe) -> "Plan":
-        """The plan of another recipe for the same products."""
+        """Return the plan of another recipe for the same products."""
         return Plan.make(recipe, self.device, self.backend, self.grouped)
 
     def on(self, device: torch.device) -> "Plan":
-        """The plan of the same products on another device."""
+        """Return the plan of the same products on another device."""
         return Plan.make(self.recipe, device, self.backend, self.grouped)
 
     @classmethod
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
-        """The plan of these fields, its key excepted, which is given here."""
+        """Return the plan of these fields, its key excepted, which is given here."""
+        # Numbered: two plans that are equal in another process have keys of their own there.
         plan = cls(*(*fields, str(next(_plan_numbers))))
         cls.made[plan.key] = plan
         return plan

@@ -47,6 +47,7 @@ from scripts.bench.gpu import (
     variants,
 )
 from scripts.bench.gpu.session import Session
+from scripts.bench.ranks import world_size
 from scripts.bench.timing import machine
 from scripts.table import parser, progress, write_json
 
@@ -93,7 +94,7 @@ def parsed() -> argparse.Namespace:
     arguments = made.parse_args()
     if arguments.rounds < 2:
         made.error("--rounds is at least 2: quartiles are of more than one")
-    if slices.world_size() > 1 and arguments.group != ["slice"]:
+    if world_size() > 1 and arguments.group != ["slice"]:
         made.error("under torchrun there is --group slice alone: the others are of one GPU")
     if arguments.shapes and len(arguments.group) > 1:
         made.error("--shapes are those of one --group")
@@ -120,7 +121,7 @@ def main() -> None:
     with begins as begin, f8sub.prefer_cudnn_attention() as by_cudnn:
         found["attention"] = "cuDNN first" if by_cudnn else "torch's order"
         asked = {name: getattr(arguments, name) for name in ("rounds", "shapes", "only", "checkpoint")}
-        tiny, ranks = arguments.tiny or not has_gpu, slices.world_size()
+        tiny, ranks = arguments.tiny or not has_gpu, world_size()
         session = Session(device=device, tiny=tiny, ranks=ranks, begin=begin, save=save, **asked)
         for name in arguments.group:
             GROUPS[name](session)

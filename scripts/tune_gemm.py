@@ -1,41 +1,153 @@
-"""Measures GEMMs of operands with scales of blocks on this GPU: cuBLASLt's and ours in every candidate's tiles.
+"""Measures GEMMs of float8 operands on this GPU: every candidate's tiles, beside torch's own products.
 
 Right first: every candidate multiplies, in a process of its own with a time limit, so that a kernel that hangs or
-crashes costs only itself; those processes compile all candidates side by side. Products are compared with float64 on
-the GPU, in units of a budget derived from the tensor core's accumulator. Then speed:
-random data, two sets of operands in turn, CUDA graphs, medians of rounds in which all variants take turns. Of few rows
-a plain split-K kernel is timed as well.
+crashes costs only itself; those processes compile all candidates side by side. Then speed: random data, two sets of
+operands in turn, CUDA graphs, medians of rounds in which all variants take turns. A table comes last.
 
-Writes ``f8sub/kernels/gemm/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses from then on, and
-prints a table last.
+``dense``, which runs where none is named, are GEMMs of operands with scales of blocks. Products are compared with
+float64 on the GPU, in units of a budget derived from the tensor core's accumulator. Of few rows a plain split-K kernel
+is timed as well. It writes ``f8sub/kernels/gemm/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses
+from then on.
+
+``grouped`` are products by groups, of experts. Right are those within 40 dB of the product of the codes in float32, 25
+dB where sums stay in the tensor cores' accumulators. It prints the best tiles of each kind and shape.
 
     python scripts/tune_gemm.py
+    python scripts/tune_gemm.py grouped --json grouped.json
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any, Literal
 
 import torch
+import tyro
 from rich.progress import Progress
 
-from f8sub import Float8Format, Operand, Tile
+import f8sub
+from f8sub.formats import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, blockwise, scaled_mm, tuning
+from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
+from f8sub.kernels.grouped import gemm as grouped_gemm
+from f8sub.kernels.grouped.gemm import GROUPED
+from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.triton.gemm_launch import Config
 from scripts.bench.formats import E4M3, FORMATS
+from scripts.bench.gpu.expert_steps import LIES, Lie
+from scripts.bench.gpu.experts import FAST_FLOOR_DB, FLOOR_DB, Problem, Product
+from scripts.bench.gpu.experts import SHAPES as GROUPED_SHAPES
 from scripts.bench.split_k import SplitK
 from scripts.bench.timing import Run, by_graph, in_turns, machine, summary
-from scripts.table import Table, parser, write_json
+from scripts.table import Table, write_json
+
+JOBS = min(os.cpu_count() or 1, 14)
+SETS = 2
+SECONDS = 120
+"""What a process may take to start, compile and check a candidate before that counts as hanging."""
+
+Figures = dict[str, dict[str, float]]
+"""Variant -> median and spread in microseconds, TFLOP/s, and GB/s where that is counted."""
+
+COLUMNS = (
+    ("us", "{us:.1f}"),
+    ("spread", "{spread_us:.1f}"),
+    ("TFLOP/s", "{tflops:.0f}"),
+    ("GB/s", "{gb_per_s:.0f}"),
+)
+
+
+def serve(connection: Connection, candidate: Any) -> None:
+    try:
+        connection.send(candidate.check())
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {str(error)[:300]}")
+
+
+def checked_alone(candidate: Any) -> float | str:
+    """What ``check`` finds in a process of its own; a reason where that died or took too long."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    process = context.Process(target=serve, args=(other, candidate), daemon=True)
+    process.start()
+    other.close()
+    try:
+        return connection.recv() if connection.poll(SECONDS) else f"no result in {SECONDS} seconds"
+    except EOFError:
+        return "its process died"
+    finally:
+        process.kill()
+        process.join()
+
+
+def checked(candidates: Sequence[Any], jobs: int) -> dict[Any, float | str]:
+    """What ``check`` finds of each, ``jobs`` of them at a time."""
+    with ThreadPoolExecutor(jobs) as pool, Progress(disable=not sys.stderr.isatty()) as progress:
+        results = pool.map(checked_alone, candidates)
+        shown = progress.track(results, total=len(candidates), description="compile and check")
+        return dict(zip(candidates, shown, strict=True))
+
+
+def rated(
+    timers: Mapping[str, Callable[[], float]], rounds: int, tflop: float, moved: int | None = None
+) -> Figures:
+    """What timers in milliseconds read in turns; ``moved`` are the bytes that have to be read and written."""
+    found: Figures = {}
+    for name, times in in_turns(timers, rounds).items():
+        us, spread = (1e3 * ms for ms in summary(times).values())
+        found[name] = {"us": us, "spread_us": spread, "tflops": tflop / us * 1e6}
+        if moved is not None:
+            found[name]["gb_per_s"] = moved / us / 1e3
+    return found
+
+
+def tune(
+    gemms: Sequence[BlockGemm] | Sequence[GroupedGemm], rounds: int, jobs: int, json: str | None
+) -> dict[str, Any]:
+    """Check all candidates, time and show those that are right, and write the file after each GEMM."""
+    device = torch.device("cuda")
+    document = {"gpu": torch.cuda.get_device_name(), "before": machine(device), "products": []}
+    begun = time.monotonic()
+    results = checked(list(dict.fromkeys(each for gemm in gemms for each in gemm.candidates)), jobs)
+    print(f"{len(results)} candidates compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
+    wrong = {each: result for each, result in results.items() if isinstance(result, str) or not result <= 1}
+    rows = []
+    for gemm in gemms:
+        right = [each for each in gemm.candidates if each not in wrong]
+        try:
+            figures = gemm.timed(right, rounds)
+        except RuntimeError as error:
+            print(f"FAILED {gemm.name}: {error}", file=sys.stderr)
+            continue
+        if not figures:
+            continue
+        best = max(figures, key=lambda name: figures[name]["tflops"])
+        for name, of in sorted(figures.items(), key=lambda item: item[1]["us"]):
+            rows.append((f"{gemm.name}: {name}{' <' * (name == best)}", of))
+        document["products"].append(gemm.entry(figures, right))
+        document["after"] = machine(device)
+        if json:
+            write_json(json, document)
+        seconds, tflops = time.monotonic() - begun, figures[best]["tflops"]
+        print(f"{seconds:4.0f} s  {gemm.name}: {best}, {tflops:.0f} TFLOP/s", flush=True)
+    Table.of("bfloat16 results", rows, COLUMNS).show()
+    for each, result in wrong.items():
+        why = result if isinstance(result, str) else f"{result:.2f} budgets"
+        print(f"not right, and not timed: {each}: {why}")
+    largest = max((result for result in results.values() if isinstance(result, float)), default=math.nan)
+    print(f"{len(results) - len(wrong)} candidates are right; largest error in budgets: {largest:.3f}")
+    return document
+
 
 VECTOR, SQUARE = Float8Format(E4M3, Tile(1, 128)), Float8Format(E4M3, Tile(128, 128))
 GRID, GRID_E5M2 = FORMATS["256x256"], FORMATS["256x256 e5m2"]
@@ -55,33 +167,12 @@ CHECKED = {False: [(520, 1040, 392), (4200, 2304, 2200)], True: [(40, 1040, 392)
 STEP = 32
 """float8 products that one instruction of Hopper's tensor cores adds to an accumulator."""
 
-SETS = 2
-SECONDS = 90
-"""What a process may take to start, compile and check a candidate before that counts as hanging."""
-
 
 def configs() -> list[Config]:
     """The tiles to choose from: of many rows, then of few."""
     persistent = [Config(128, 256, 4, persistent=True, group=group) for group in (16, 8, 32)]
     few = [Config(64, cols, stages, group=1) for cols, stages in ((32, 8), (64, 6), (64, 8), (128, 6))]
     return [*persistent, *few, *(Config(64, cols, 6, group=1, parts=2) for cols in (64, 128))]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel of ours for a pair of formats; ``few`` says for which class of shapes."""
-
-    pair: str
-    config: Config
-    few: bool
-
-
-def candidates(pairs: list[str], few: set[bool]) -> list[Candidate]:
-    """All of the classes of shapes in ``few``."""
-    found = [
-        Candidate(pair, config, config.rows <= tuning.FEW_ROWS) for pair in pairs for config in configs()
-    ]
-    return [candidate for candidate in found if candidate.few in few]
 
 
 def made(shape: tuple[int, int, int], pair: str, seed: int, device: str = "cuda") -> tuple[Operand, Operand]:
@@ -122,158 +213,271 @@ def excess(found: torch.Tensor, a: Operand, b: Operand, only: slice) -> float:
     return float((error / budget).max()) if bool(error.isfinite().all()) else math.inf
 
 
-def check(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float:
-    """The worst of ``excess``: all rows where no tile divides the matrices, every 61st of those that are timed."""
-    worst = 0.0
-    for shape in CHECKED[candidate.few] + shapes:
-        a, b = made(shape, candidate.pair, 3)
-        only = slice(None, None, 61 if shape in shapes else 1)
-        for dtype in (torch.bfloat16,) if shape in shapes else (torch.float32, torch.bfloat16):
-            for _ in range(2):
-                found = blockwise.multiply(a, b, dtype, candidate.config)
-                worst = max(worst, excess(found, a, b, only))
-    return worst
+@dataclass(frozen=True)
+class BlockTiles:
+    """A kernel of ours for a pair of formats, and the shapes that it is checked at."""
+
+    pair: str
+    config: Config
+    shapes: tuple[tuple[int, int, int], ...]
+
+    def check(self) -> float:
+        """The worst of ``excess``: all rows where no tile divides the matrices, every 61st of those that are timed."""
+        worst = 0.0
+        for shape in (*CHECKED[self.config.rows <= tuning.FEW_ROWS], *self.shapes):
+            a, b = made(shape, self.pair, 3)
+            only = slice(None, None, 61 if shape in self.shapes else 1)
+            for dtype in (torch.bfloat16,) if shape in self.shapes else (torch.float32, torch.bfloat16):
+                for _ in range(2):
+                    found = blockwise.multiply(a, b, dtype, self.config)
+                    worst = max(worst, excess(found, a, b, only))
+        return worst
 
 
-def serve(connection: Connection, candidate: Candidate, shapes: list[tuple[int, int, int]]) -> None:
-    try:
-        connection.send(check(candidate, shapes))
-    except Exception as error:
-        connection.send(f"{type(error).__name__}: {str(error)[:300]}")
+@dataclass(frozen=True)
+class BlockGemm:
+    """A GEMM of operands with scales of blocks; ``shapes`` are all that are timed."""
+
+    pair: str
+    shape: tuple[int, int, int]
+    shapes: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def few(self) -> bool:
+        """Whether it is of the class of few rows."""
+        return self.shape[0] <= tuning.FEW_ROWS
+
+    @property
+    def name(self) -> str:
+        """Of its rows."""
+        return f"{self.pair}, {'x'.join(map(str, self.shape))}"
+
+    @property
+    def candidates(self) -> list[BlockTiles]:
+        """Tiles for its class of shapes."""
+        shapes = tuple(shape for shape in self.shapes if (shape[0] <= tuning.FEW_ROWS) is self.few)
+        found = [config for config in configs() if (config.rows <= tuning.FEW_ROWS) is self.few]
+        return [BlockTiles(self.pair, config, shapes) for config in found]
+
+    def timed(self, right: Sequence[BlockTiles], rounds: int) -> Figures:
+        """Beside cuBLASLt's, and a plain split-K kernel of few rows."""
+        sets = [made(self.shape, self.pair, seed) for seed in range(SETS)]
+        runs: dict[str, Run] = {}
+        if scaled_mm.why_not(*PAIRS[self.pair], torch.device("cuda")) is None:
+            runs["scaled_mm"] = lambda given: scaled_mm.gemm_nt(*given, torch.bfloat16, False)
+        for config in (each.config for each in right):
+            runs[str(config)] = lambda given, config=config: blockwise.multiply(
+                *given, torch.bfloat16, config
+            )
+        if self.few:
+            runs |= {f"plain split-K, {split}": SplitK(split) for split in (4, 8)}
+        pool = torch.cuda.graph_pool_handle()
+
+        def timer(run: Run) -> Callable[[], float]:
+            replay = by_graph(run, sets, pool)
+            return lambda: min(replay() for _ in range(5 if self.few else 1))
+
+        rows, depth, cols = self.shape
+        moved = rows * depth + cols * depth + 2 * rows * cols
+        timers = {name: timer(run) for name, run in runs.items()}
+        return rated(timers, rounds, 2e-12 * rows * depth * cols, moved)
+
+    def entry(self, figures: Figures, right: Sequence[BlockTiles]) -> dict[str, Any]:
+        """What ``gemm_table`` keeps of one product."""
+        ours = {str(each.config): each.config for each in right}
+        best = max(
+            (name for name in figures if name in ours), key=lambda name: figures[name]["tflops"], default=None
+        )
+        measured = {"scaled_mm": figures.get("scaled_mm"), "triton": figures.get(best)}
+        rates = {backend: round(of["tflops"], 1) for backend, of in measured.items() if of is not None}
+        formats = dict(zip("ab", map(tuning.kind, PAIRS[self.pair]), strict=True))
+        config = None if best is None else asdict(ours[best])
+        return {**formats, "shape": self.shape, "rates": rates, "config": config, "variants": figures}
 
 
-def checked_alone(candidate: Candidate, shapes: list[tuple[int, int, int]]) -> float | str:
-    """What ``check`` finds in a process of its own; a reason where that died or took too long."""
-    context = multiprocessing.get_context("spawn")
-    connection, other = context.Pipe()
-    alike = [shape for shape in shapes if (shape[0] <= tuning.FEW_ROWS) is candidate.few]
-    process = context.Process(target=serve, args=(other, candidate, alike), daemon=True)
-    process.start()
-    other.close()
-    try:
-        result: float | str = f"no result in {SECONDS} seconds"
-        return connection.recv() if connection.poll(SECONDS) else result
-    except EOFError:
-        return "its process died"
-    finally:
-        process.kill()
-        process.join()
+KINDS = {
+    "rowwise": ("fprop", "dgrad", "wgrad"),
+    "tensorwise": ("fprop", "dgrad", "wgrad"),
+    "blockwise": ("fprop", "wgrad"),
+    "gridquant": ("fprop",),
+}
+"""Recipes, and those of their GEMMs whose kernels or shapes differ."""
+
+GROUPED_CHECKED = "4x384x640x1040"
+"""Experts x out x in x tokens, of which tiles are ragged at every edge."""
 
 
-def checked(
-    chosen: list[Candidate], shapes: list[tuple[int, int, int]], jobs: int
-) -> dict[Candidate, float | str]:
-    """What ``check`` finds of each, ``jobs`` of them at a time."""
-    with ThreadPoolExecutor(jobs) as pool, Progress(disable=not sys.stderr.isatty()) as progress:
-        results = pool.map(functools.partial(checked_alone, shapes=shapes), chosen)
-        shown = progress.track(results, total=len(chosen), description="compile and check")
-        return dict(zip(chosen, shown, strict=True))
-
-
-def timed(
-    pair: str, shape: tuple[int, int, int], right: list[Config], rounds: int
-) -> dict[str, dict[str, float]]:
-    """Variant -> median and spread in microseconds, TFLOP/s, and GB/s of what has to be read and written."""
-    sets = [made(shape, pair, seed) for seed in range(SETS)]
-    runs: dict[str, Run] = {}
-    if scaled_mm.why_not(*PAIRS[pair], torch.device("cuda")) is None:
-        runs["scaled_mm"] = lambda given: scaled_mm.gemm_nt(*given, torch.bfloat16, False)
-    for config in right:
-        runs[str(config)] = lambda given, config=config: blockwise.multiply(*given, torch.bfloat16, config)
-    if shape[0] <= tuning.FEW_ROWS:
-        for split in (4, 8):
-            runs[f"plain split-K, {split}"] = SplitK(split)
-    pool = torch.cuda.graph_pool_handle()
-    repeats = 1 if shape[0] > tuning.FEW_ROWS else 5
-
-    def timer(run: Run) -> Callable[[], float]:
-        replay = by_graph(run, sets, pool)
-        return lambda: min(replay() for _ in range(repeats)) * 1e3
-
-    rows, depth, cols = shape
-    moved = rows * depth + cols * depth + 2 * rows * cols
-    found = {}
-    for name, times in in_turns({name: timer(run) for name, run in runs.items()}, rounds).items():
-        us, spread = summary(times, "us").values()
-        tflops, gb_per_s = 2e-6 * rows * depth * cols / us, moved / us / 1e3
-        found[name] = {"us": us, "spread_us": spread, "tflops": tflops, "gb_per_s": gb_per_s}
-    return found
-
-
-def product(
-    pair: str, shape: tuple[int, int, int], figures: dict[str, dict[str, float]], right: list[Config]
-) -> dict:
-    """What ``gemm_table`` keeps of one product."""
-    ours = {str(config): config for config in right}
-    rated = [name for name in figures if name in ours]
-    best = max(rated, key=lambda name: figures[name]["tflops"], default=None)
-    measured = {"scaled_mm": figures.get("scaled_mm"), "triton": figures.get(best)}
-    rates = {backend: round(of["tflops"], 1) for backend, of in measured.items() if of is not None}
-    formats = dict(zip("ab", map(tuning.kind, PAIRS[pair]), strict=True))
-    config = None if best is None else asdict(ours[best])
-    return {**formats, "shape": shape, "rates": rates, "config": config, "variants": figures}
-
-
-def show(products: list[dict], results: dict[Candidate, float | str]) -> None:
-    names = {tuple(map(tuning.kind, formats)): pair for pair, formats in PAIRS.items()}
-    rows = []
-    for row in products:
-        title = f"{names[row['a'], row['b']]}, {'x'.join(map(str, row['shape']))}"
-        best = max(row["variants"].values(), key=lambda figures: figures["tflops"])
-        for name, figures in sorted(row["variants"].items(), key=lambda item: item[1]["us"]):
-            rows.append((f"{title}: {name}{' <' if figures is best else ''}", figures))
-    columns = (
-        ("us", "{us:.1f}"),
-        ("spread", "{spread_us:.1f}"),
-        ("TFLOP/s", "{tflops:.0f}"),
-        ("GB/s", "{gb_per_s:.0f}"),
-    )
-    wrong = [
-        f"{candidate.pair}, {candidate.config}: {result if isinstance(result, str) else f'{result:.2f} budgets'}"
-        for candidate, result in results.items()
-        if isinstance(result, str) or result > 1
+def grouped_configs(spec: Any, over_rows: bool) -> list[GroupedConfig]:
+    """Four to eight for a kind of product."""
+    tile = spec.b.tile
+    passes = (1,) if tile.rows == 1 and tile.cols != ALL else (1, 2) if over_rows else (1, 2, 4)
+    persistent = [
+        GroupedConfig(128, 256, 4, persistent=True, group=group, blocks=blocks)
+        for blocks in passes
+        for group in ((16,) if blocks != passes[-1] else (4, 8, 16))
     ]
-    largest = max((result for result in results.values() if isinstance(result, float)), default=math.nan)
-    Table.of("M x K x N, bfloat16 results", rows, columns).show()
-    print("\n".join(["not right, and not timed:", *wrong]) if wrong else "every candidate is right", end="; ")
-    print(f"largest error in budgets: {largest:.3f}")
+    return [*persistent, GroupedConfig(128, 128, 4), GroupedConfig(64, 128, 5, warps=4)]
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--shapes", nargs="+", default=SHAPES, help="M x K x N")
-    options.add_argument("--pairs", nargs="+", default=list(PAIRS), choices=PAIRS)
-    options.add_argument("--rounds", type=int, default=60)
-    jobs = min(os.cpu_count() or 1, 14)
-    options.add_argument("--jobs", type=int, default=jobs, help="processes that check")
-    options.add_argument("--out", help="write the table there, not into the package")
-    arguments = options.parse_args()
+class InTiles(Product):
+    """A product by our kernels in given tiles."""
+
+    def __init__(self, problem: Problem, spec: Any, groups: Groups, config: GroupedConfig) -> None:
+        super().__init__(problem, spec, "triton", groups)
+        self.config = config
+
+    def __call__(self, operands: tuple[Any, Any]) -> torch.Tensor:
+        """The product, in bf16."""
+        a, b = operands
+        how = torch.bfloat16, self.spec.fast_accum, self.config
+        groups = a.groups if self.problem.gemm == "wgrad" else self.groups
+        rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
+        if self.problem.gemm != "wgrad":
+            left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
+            return grouped_gemm.triton_by_rows(left, right, rows, *how)
+        left, right = (
+            Operand(t.data, t.scale_inv if t.edge == ALL else t.scale_inv.t(), t.format) for t in (a, b)
+        )
+        return grouped_gemm.triton_over_rows(left, right, rows, *how)
+
+
+def problem_of(text: str, gemm: str, lie: str) -> Problem:
+    experts, n, k, tokens = map(int, text.split("x"))
+    return Problem(gemm, (experts, n, k, tokens), Lie.of(lie, experts, tokens))
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """A kernel for one GEMM of a recipe; None as tiles is torch's own product."""
+
+    recipe: str
+    gemm: str
+    config: GroupedConfig | None
+
+    @property
+    def name(self) -> str:
+        """Of its row."""
+        return "scaled_grouped_mm" if self.config is None else str(self.config)
+
+    def product(self, problem: Problem, groups: Groups) -> Product:
+        """It, over some groups."""
+        spec = getattr(f8sub.get_recipe(self.recipe), self.gemm)
+        if self.config is None:
+            return Product(problem, spec, "scaled_grouped_mm", groups)
+        return InTiles(problem, spec, groups, self.config)
+
+    def check(self) -> float:
+        """Of a small product; an error below the SQNR that a right one has."""
+        device = torch.device("cuda")
+        problem = problem_of(GROUPED_CHECKED, self.gemm, "zipf")
+        torch.manual_seed(0)
+        product = self.product(problem, problem.lie.groups(device))
+        floor = FAST_FLOOR_DB if product.spec.fast_accum else FLOOR_DB
+        return 10 ** ((floor - product.sqnr(product.operands(*problem.given(device)))) / 20)
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """One GEMM of a recipe, over groups."""
+
+    recipe: str
+    problem: Problem
+
+    @property
+    def name(self) -> str:
+        """Of its rows."""
+        return f"{self.recipe} {self.problem.name}"
+
+    @property
+    def candidates(self) -> list[GroupedTiles]:
+        """Our tiles, and torch's product where that takes the formats."""
+        gemm = self.problem.gemm
+        spec = getattr(f8sub.get_recipe(self.recipe), gemm)
+        found: list[GroupedConfig | None] = [*grouped_configs(spec, gemm == "wgrad")]
+        if GROUPED["scaled_grouped_mm"].why_not(spec.a, spec.b, torch.device("cuda")) is None:
+            found.append(None)
+        return [GroupedTiles(self.recipe, gemm, config) for config in found]
+
+    def timed(self, right: Sequence[GroupedTiles], rounds: int) -> Figures:
+        """All of them, each with operands that are laid out as it takes them."""
+        device = torch.device("cuda")
+        torch.manual_seed(0)
+        groups = self.problem.lie.groups(device)
+        sets = [self.problem.given(device) for _ in range(SETS)]
+        pool = torch.cuda.graph_pool_handle()
+        laid_out: dict[int, list] = {}
+        timers: dict[str, Callable[[], float]] = {}
+        for each in right:
+            product = each.product(self.problem, groups)
+            multiple = GROUPED[product.backend].multiple
+            if multiple not in laid_out:
+                laid_out[multiple] = [product.operands(*given) for given in sets]
+            timers[each.name] = by_graph(product, laid_out[multiple], pool)
+        return rated(timers, rounds, self.problem.tflop)
+
+    def entry(self, figures: Figures, right: Sequence[GroupedTiles]) -> dict[str, Any]:
+        """The tiles of the best, None for torch's product, and all figures."""
+        best = max(right, key=lambda each: figures[each.name]["tflops"], default=None)
+        config = None if best is None or best.config is None else asdict(best.config)
+        return {"recipe": self.recipe, "product": self.problem.name, "best": config, "variants": figures}
+
+
+def require(why_not: Callable[..., str | None], *formats: Float8Format | None) -> None:
+    """End here where our kernels do not run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if reason := blockwise.why_not(VECTOR, SQUARE, device):
+    if reason := why_not(*formats, device):
         sys.exit(f"the kernels to be measured: triton {reason}")
-    shapes = [tuple(map(int, text.split("x"))) for text in arguments.shapes]
-    few = {shape[0] <= tuning.FEW_ROWS for shape in shapes}
-    before, begun = machine(device), time.monotonic()
-    results = checked(candidates(arguments.pairs, few), shapes, arguments.jobs)
-    print(f"{len(results)} candidates compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
-    products = []
-    for pair in arguments.pairs:
-        for shape in shapes:
-            alike = [c for c in results if c.pair == pair and c.few == (shape[0] <= tuning.FEW_ROWS)]
-            right = [c.config for c in alike if not isinstance(results[c], str) and results[c] <= 1]
-            row = product(pair, shape, timed(pair, shape, right, arguments.rounds), right)
-            products.append(row)
-            seconds = time.monotonic() - begun
-            print(f"{seconds:4.0f} s  {pair} {shape}: {row['rates']} {row['config']}", flush=True)
-    gpu = torch.cuda.get_device_name()
-    path = arguments.out or tuning.file_of(gpu)
-    document = {"gpu": gpu, "before": before, "after": machine(device), "products": products}
-    tuning.FOLDER.mkdir(exist_ok=True)
-    for file in filter(None, (path, arguments.json)):
-        write_json(file, document)
-    show(products, results)
-    print(f"{path}, after {time.monotonic() - begun:.0f} s")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """GEMMs of operands with scales of blocks; writes the table of this GPU."""
+
+    shapes: tuple[str, ...] = tuple(SHAPES)  # M x K x N
+    pairs: tuple[Literal[tuple(PAIRS)], ...] = tuple(PAIRS)
+    rounds: int = 60
+    jobs: int = JOBS  # processes that check
+    out: str | None = None  # write the table there, not into the package
+    json: str | None = None  # also write the figures here
+
+    def run(self) -> None:
+        """Tune, and write."""
+        require(blockwise.why_not, VECTOR, SQUARE)
+        shapes = tuple(tuple(map(int, text.split("x"))) for text in self.shapes)
+        gemms = [BlockGemm(pair, shape, shapes) for pair in self.pairs for shape in shapes]
+        document = tune(gemms, self.rounds, self.jobs, self.json)
+        if len(document["products"]) < len(gemms):
+            sys.exit("not all products were timed: no table is written")
+        path = self.out or tuning.file_of(document["gpu"])
+        tuning.FOLDER.mkdir(exist_ok=True)
+        write_json(path, document)
+        print(path)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Products by groups, of experts."""
+
+    shapes: tuple[str, ...] = tuple(GROUPED_SHAPES)  # experts x out x in x tokens
+    lies: tuple[Literal[tuple(LIES)], ...] = tuple(LIES)
+    recipes: tuple[Literal[tuple(KINDS)], ...] = tuple(KINDS)
+    rounds: int = 20
+    jobs: int = JOBS  # processes that check
+    json: str | None = None  # also write the figures here
+
+    def run(self) -> None:
+        """Tune."""
+        spec = f8sub.get_recipe("rowwise").fprop
+        require(grouped_gemm.why_not_triton, spec.a, spec.b)
+        kinds = [(recipe, gemm) for recipe in self.recipes for gemm in KINDS[recipe]]
+        places = list(itertools.product(self.shapes, self.lies))
+        gemms = [
+            GroupedGemm(recipe, problem_of(shape, gemm, lie))
+            for recipe, gemm in kinds
+            for shape, lie in places
+        ]
+        tune(gemms, self.rounds, self.jobs, self.json)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(Dense | Grouped, default=Dense(), description=__doc__).run()

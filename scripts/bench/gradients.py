@@ -31,8 +31,8 @@ from f8sub.gradients import wire
 from f8sub.gradients.reduction import Float8ReduceScatter
 from f8sub.gradients.wire import chunk_size, layout_of
 from scripts.bench.gpu.llama import Batch, Trainer
-from scripts.bench.gpu.slices import process_group
 from scripts.bench.gpu.variants import Variant
+from scripts.bench.ranks import process_group
 from scripts.bench.timing import by_launches, machine, sqnr
 from scripts.table import Table, parser, write_json
 

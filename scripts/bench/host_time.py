@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from scripts.bench import ranks
 from scripts.bench.gpu import checkpoints, slices, variants
 from scripts.bench.gpu.llama import Batch, Trainer
 from scripts.bench.timing import summary, wait
@@ -127,7 +128,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
     figures: dict[str, dict[str, Any]] = {}
     baseline, *others = dict.fromkeys((ONLY[0], *given.only))
-    with slices.process_group(device):
+    with ranks.process_group(device):
         for name in (baseline, *others):
             figures[name] = measure(name, given, device)
         given.profile = 0
@@ -139,7 +140,7 @@ def main() -> None:
             for part, text in row.get("profile", {}).items():
                 print(f"{name}, {part}: microseconds a block\n{text}\n")
         title = (
-            f"Host time, {given.blocks} blocks, {slices.world_size()} ranks, checkpointing {given.checkpoint}"
+            f"Host time, {given.blocks} blocks, {ranks.world_size()} ranks, checkpointing {given.checkpoint}"
         )
         finish(given, figures, Table.of(title, figures.items(), COLUMNS))
 

@@ -1,11 +1,13 @@
-"""gloo ranks of this machine, of which each is a process that is new."""
+"""Ranks: new processes of this machine with gloo, and those that torchrun started."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,4 +32,28 @@ def _run(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     Path(folder, f"{rank}.json").write_text(json.dumps(function(*arguments)))
     if world > 1:
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Of all ranks that torchrun started, else of this process alone; NCCL's on GPUs.
+
+    What raises on one rank ends it, and torchrun the others; they wait in a collective for two minutes at most.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world_size() > 1:
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=2))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()

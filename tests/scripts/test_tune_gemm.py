@@ -1,12 +1,16 @@
-"""What can be seen of ``scripts/tune_gemm.py`` without a GPU: its budget, what it writes, and that it says so."""
+"""What can be seen of ``scripts/tune_gemm.py`` without a GPU: its budget, what it leaves out, and what it writes."""
 
 import dataclasses
 import importlib
 import json
+import math
+import os
+from typing import NamedTuple
 
 import pytest
 import torch
 
+import f8sub
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, tuning
 from tests.kernels.interpreted import needs_triton
@@ -32,22 +36,88 @@ def test_its_budget_tells_a_wrong_scale_from_a_rounding(tune):
 
 @needs_triton
 def test_what_it_writes_is_what_is_looked_up(tune, monkeypatch, tmp_path):
-    config = tune.configs()[1]
+    gemm = tune.BlockGemm("1x128 x 1x128", (8192, 4096, 14336))
+    candidate = gemm.candidates[1]
     figures = {
         "scaled_mm": {"us": 1.0, "spread_us": 0.1, "tflops": 900.0, "gb_per_s": 1.0},
-        str(config): {"us": 0.9, "spread_us": 0.1, "tflops": 1000.04, "gb_per_s": 1.0},
+        str(candidate.config): {"us": 0.9, "spread_us": 0.1, "tflops": 1000.04, "gb_per_s": 1.0},
     }
-    shape = (8192, 4096, 14336)
-    row = tune.product("1x128 x 1x128", shape, figures, [config])
+    row = gemm.entry(figures, [candidate])
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     tuning.of.cache_clear()
     tuning.file_of("Some GPU").write_text(json.dumps({"products": [row]}))
     (found,) = tuning.of("Some GPU", *tune.PAIRS["1x128 x 1x128"])
     assert found.rates == {"scaled_mm": 900.0, "triton": 1000.0}
     assert found.winner == "triton"
-    assert found.config == dataclasses.asdict(config)
+    assert found.config == dataclasses.asdict(candidate.config)
     assert tuning.of("Some GPU", *tune.PAIRS["256x256 x 256x256"]) == ()
     tuning.of.cache_clear()
+
+
+class Candidate(NamedTuple):
+    """One that ``tune_gemm`` checks: it finds an error, or dies."""
+
+    error: float
+    dies: bool = False
+
+    def check(self) -> float:
+        """The error, in budgets."""
+        if self.dies:
+            os._exit(1)
+        if self.error > 100:
+            raise RuntimeError("launch failed")
+        return self.error
+
+
+class Gemm(NamedTuple):
+    """One that is timed without a GPU."""
+
+    name: str
+    candidates: list[Candidate]
+
+    def timed(self, right: list[Candidate], rounds: int) -> dict[str, dict[str, float]]:
+        """As many microseconds as its error, in thousandths."""
+        return {
+            f"tiles {each.error}": {"us": each.error * 1e3, "spread_us": 0.0, "tflops": 1 / each.error}
+            for each in right
+        }
+
+    def entry(self, figures: dict[str, dict[str, float]], right: list[Candidate]) -> dict[str, object]:
+        """All."""
+        return {"right": right, "variants": figures}
+
+
+@needs_triton
+def test_those_that_are_wrong_hang_or_die_are_not_timed(tune, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "machine", lambda _: {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    found = [
+        Candidate(0.5),
+        Candidate(0.25),
+        Candidate(1.5),
+        Candidate(math.nan),
+        Candidate(200.0),
+        Candidate(0.1, True),
+    ]
+    gemms = [Gemm("first", found), Gemm("second", found[2:])]
+    (row,) = tune.tune(gemms, 2, 3, None)["products"]
+    assert row["right"] == found[:2]
+    printed = capsys.readouterr().out
+    assert "first: tiles 0.25 <" in printed
+    for reason in ("1.50 budgets", "nan budgets", "RuntimeError: launch failed", "its process died"):
+        assert f": {reason}\n" in printed
+    assert "2 candidates are right" in printed
+
+
+@needs_triton
+def test_each_kind_of_gemm_has_candidates(tune):
+    """Those of few rows are others than those of many; grouped products take tiles of every recipe."""
+    many, few = (tune.BlockGemm("1x128 x 1x128", (rows, 4096, 4096)) for rows in (8192, 16))
+    assert not {each.config for each in many.candidates} & {each.config for each in few.candidates}
+    for recipe, gemms in tune.KINDS.items():
+        for gemm in gemms:
+            spec = getattr(f8sub.get_recipe(recipe), gemm)
+            assert len(set(tune.grouped_configs(spec, gemm == "wgrad"))) >= 4
 
 
 def test_measurements_in_the_package_can_be_read():

@@ -26,7 +26,7 @@ from f8sub.kernels.gemm.select import GROUPED, Plan
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.weights.master_weight import MasterWeight
 from scripts.bench.gpu.session import Session
-from scripts.bench.gpu.slices import process_group
+from scripts.bench.ranks import process_group
 from scripts.bench.timing import (
     by_graph,
     by_launches,

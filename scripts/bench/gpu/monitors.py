@@ -13,8 +13,9 @@ import torch
 import f8sub
 from scripts.bench.gpu.llama import Batch, Trainer
 from scripts.bench.gpu.session import Session
-from scripts.bench.gpu.slices import SHAPES, TINY, process_group
+from scripts.bench.gpu.slices import SHAPES, TINY
 from scripts.bench.gpu.variants import Variant, chosen
+from scripts.bench.ranks import process_group
 from scripts.bench.timing import SETS, by_launches, in_turns, kernels, summary
 from scripts.table import Table
 

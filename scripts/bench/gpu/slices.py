@@ -11,13 +11,10 @@ and its weights are bfloat16, see ``Trainer``. What is replayed is compared with
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from scripts.bench.gpu import graphs
 from scripts.bench.gpu.llama import Batch, Trainer
 from scripts.bench.gpu.session import Session
 from scripts.bench.gpu.variants import Variant, allow_recompiles, chosen
+from scripts.bench.ranks import process_group
 from scripts.bench.timing import (
     SETS,
     Run,
@@ -242,30 +240,6 @@ def measure_all(
     for variant in variants[1:] if found is not None else ():
         with session.attempt(f"slice {shape} {variant.name}"):
             found.measure(variant)
-
-
-def world_size() -> int:
-    """Ranks that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-@contextlib.contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Of all ranks that torchrun started, else of this process alone; NCCL's on GPUs.
-
-    What raises on one rank ends it, and torchrun the others; they wait in a collective for two minutes at most.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if world_size() > 1:
-        dist.init_process_group(backend, timeout=timedelta(minutes=2))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def table(title: str, rows: dict[str, dict], what: str) -> Table:

@@ -35,7 +35,7 @@ import tyro
 from rich.progress import Progress
 
 import f8sub
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, blockwise, scaled_mm, tuning
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows

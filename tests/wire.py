@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
-from f8sub.formats import ALL
+from f8sub import ALL
 
 ONE_RECIPE_A_WIRE = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 """One scale, rows and blocks from the amax table; scales that follow the row's codes; two codes a byte."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, ScaleRule, Tile
+from f8sub import ALL, Float8Format, ScaleRule, Tile
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {

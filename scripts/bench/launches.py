@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 import f8sub
-from f8sub.formats import Operand
+from f8sub import Operand
 from f8sub.kernels import cuda, ops, scales
 from f8sub.kernels.gemm import blockwise
 from f8sub.kernels.gemm.tuning import Rows

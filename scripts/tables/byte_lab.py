@@ -21,8 +21,8 @@ from rich.progress import track
 from torch import nn
 
 import f8sub
+from f8sub import Operand
 from f8sub.delayed.state import states_of
-from f8sub.formats import Operand
 from f8sub.kernels.gemm import scaled_mm
 from f8sub.kernels.gemm.select import Plan
 from scripts.bench.fake_h200 import fake_h200

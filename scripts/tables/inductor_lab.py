@@ -238,13 +238,13 @@ def _of_launches(launches: Sequence[Any]) -> tuple[int, int]:
 
 
 def _formats(node: Any) -> list[Any]:
-    from f8sub.formats import Float8Format
+    from f8sub import Float8Format
 
     return [Float8Format.parse(value) for value in node.constant_args if isinstance(value, str)]
 
 
 def _of_quantization(node: Any) -> tuple[int, int]:
-    from f8sub.formats import Float8Format
+    from f8sub import Float8Format
     from f8sub.kernels.triton import quantize_launch
 
     (x, amax, *names), _ = node.unflatten_args(node.inputs, node.constant_args)
@@ -254,7 +254,7 @@ def _of_quantization(node: Any) -> tuple[int, int]:
 
 
 def _of_derivation(node: Any) -> tuple[int, int]:
-    from f8sub.formats import Operand
+    from f8sub import Operand
     from f8sub.kernels.triton import quantize_launch
 
     rowwise, columnwise = _formats(node)

@@ -16,9 +16,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 import f8sub
+from f8sub import StepEstimate
 from f8sub.estimator.estimate import GATHERS
 from f8sub.estimator.models import load
-from f8sub.estimator.results import StepEstimate
 from scripts.table import Table, parser, provenance, write_between_markers, write_json
 from scripts.tables import drawing
 from tests.estimator.runs import (

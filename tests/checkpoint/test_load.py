@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import f8sub
+from f8sub import ALL, Tile
 from f8sub.checkpoint.quantization_config import tile_of
-from f8sub.formats import ALL, Tile
 from f8sub.kernels import reference
 from tests.checkpoint.models import (
     BF16,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import f8sub
+from f8sub import ALL, Tile
 from f8sub.delayed.state import OPERANDS, ScalingState
-from f8sub.formats import ALL, Tile
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, GivenScale, LayerSource, PriorScale, ScaleSource
 from f8sub.linear.shared_input import Formats

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import GemmSpec
-from f8sub.formats import Operand
+from f8sub import GemmSpec, Operand
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.gemm import blockwise, scaled_mm, select
 from f8sub.kernels.triton import launch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from f8sub.formats import ALL, Operand, Tile
+from f8sub import ALL, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from f8sub.kernels.grouped import gemm

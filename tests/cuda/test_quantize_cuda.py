@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import Float8Format
-from f8sub.formats import Operand
+from f8sub import Float8Format, Operand
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.gemm.block_scales import unflat
 from f8sub.kernels.quantize import quantize

@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 import f8sub
+from f8sub import Comparison
 from f8sub.diagnostics.compare import OtherOrder
-from f8sub.diagnostics.comparison import (
-    NOISE,
-    REFERENCE,
-    Comparison,
-    Gradient,
-)
+from f8sub.diagnostics.comparison import NOISE, REFERENCE, Gradient
 from tests.checkpoint.models import llama
 from tests.models import seed_weights
 

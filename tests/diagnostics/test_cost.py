@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
+from f8sub import Operand
 from f8sub.diagnostics import statistics
 from f8sub.diagnostics.statistics import (
     MAXIMA,
@@ -24,7 +25,6 @@ from f8sub.diagnostics.statistics import (
 from f8sub.estimator.gpus import H200
 from f8sub.estimator.seconds import Run, block_seconds
 from f8sub.estimator.shapes import shapes_of
-from f8sub.formats import Operand
 from f8sub.kernels.triton import support
 from f8sub.kernels.triton.launch import Launch
 from tests.data_sets import gaussian, generator

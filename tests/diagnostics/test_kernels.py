@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import f8sub
+from f8sub import Operand, Tile
 from f8sub.diagnostics import statistics
 from f8sub.diagnostics.statistics import BINS, SUMS, launches_of, measure
-from f8sub.formats import Operand, Tile
 from f8sub.kernels.triton import support
 from tests.data_sets import gaussian, generator
 from tests.kernels.interpreted import needs_triton

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import f8sub
+from f8sub import recipe_names
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.select import Plan
-from f8sub.recipe import recipe_names
 from tests.convert.models import K, N, mlp
 from tests.models import Transformer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import f8sub
+from f8sub import StepEstimate
 from f8sub.estimator.estimate import GATHERS
 from f8sub.estimator.models import load
-from f8sub.estimator.results import StepEstimate
 
 TABLES = Path(__file__).parents[2] / "scripts" / "tables"
 PUBLISHED = json.loads((TABLES / "published_runs.json").read_text())

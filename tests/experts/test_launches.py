@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from f8sub.formats import Float8Format
+from f8sub import Float8Format
 from tests.kernels.interpreted import needs_triton, take_any_device
 from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noqa: F401
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.tuning import Rows
 from tests.data_sets import gaussian, generator

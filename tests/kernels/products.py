@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import E2M1, Operand
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub.formats import E2M1
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import scaled_mm
 from tests.data_sets import make

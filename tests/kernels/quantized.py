@@ -5,8 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import Operand
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale
 from tests.kernels.products import E4M3, E5M2, assert_same_bits

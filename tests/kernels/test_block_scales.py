@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from f8sub import ALL, Float8Format, Tile
-from f8sub.formats import Operand
+from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales
 from tests.data_sets import generator, row_outliers

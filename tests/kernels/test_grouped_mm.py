@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from f8sub import Float8Format, Tile
-from f8sub.formats import ALL, Operand
+from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows, default_grouped_config
 from f8sub.kernels.grouped import gemm
 from tests.budgets import excess

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, Tile
+from f8sub import ALL, Float8Format, Operand, Tile
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
 from tests.selection import long_but

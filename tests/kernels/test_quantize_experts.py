@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from f8sub.formats import Float8Format, Tile
+from f8sub import Float8Format, Tile
 from f8sub.kernels import cuda
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import ExpertWeights

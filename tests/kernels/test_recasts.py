@@ -5,8 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from f8sub import Float8Format
-from f8sub.formats import Operand
+from f8sub import Float8Format, Operand
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.ops import derive_columnwise_in_backward
 from f8sub.kernels.triton import support

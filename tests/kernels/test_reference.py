@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import E2M1, Rounding
+from f8sub import ALL, Float8Format, Rounding, ScaleRule, Tile
+from f8sub.formats import E2M1
 from f8sub.kernels import fp4, reference, scales
 from tests import oracle
 from tests.budgets import excess

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import Float8Format, GemmSpec, ScaleRule, Tile
-from f8sub.formats import Operand
+from f8sub import Float8Format, GemmSpec, Operand, ScaleRule, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import blockwise as blockwise_gemm
 from f8sub.kernels.gemm import select, tuning

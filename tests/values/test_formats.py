@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import f8sub
-from f8sub import ALL, Float8Format, ScaleRule, Tile
-from f8sub.formats import E2M1, Rounding, why_not_derivable
+from f8sub import ALL, Float8Format, Rounding, ScaleRule, Tile
+from f8sub.formats import E2M1, why_not_derivable
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 POW2 = ScaleRule.POWER_OF_2

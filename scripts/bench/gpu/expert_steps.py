@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
-from f8sub.errors import Float8ConfigError
+from f8sub import Float8ConfigError
 from f8sub.kernels.gemm.select import GROUPED, Plan
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.weights.master_weight import MasterWeight

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import f8sub
+from f8sub import GemmSpec
 from f8sub.formats import present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.quantize import quantize, quantize_experts
-from f8sub.recipe import GemmSpec
 from scripts.bench.gpu import expert_steps
 from scripts.bench.gpu.expert_steps import LIES, Lie
 from scripts.bench.gpu.session import Session

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import f8sub
+from f8sub import get_recipe
 from f8sub.integrations.torchtitan.options import Options
-from f8sub.recipe import get_recipe
 from tests.integrations.torchtitan.runs import alone
 
 DENSE = ("attention.qkv_linear.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
+from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 from scripts.bench.formats import E4M3, FORMATS, USAGES

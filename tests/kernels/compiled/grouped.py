@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.formats import ALL, Operand
+from f8sub import ALL, Operand
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from tests.kernels.compiled import gemms
 from tests.kernels.grouped import PAIRS

@@ -23,6 +23,29 @@ from tests.data_sets import gaussian, generator, spread_columns
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+class FeedForward(nn.Module):
+    """SwiGLU by the names of transformers' layers."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Choice(nn.Module):
+    """Of two layers in one group, which the ranks do not both use."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layers[index](x)
+
+
 class Block(nn.Module):
     """Pre-norm attention whose q, k, v share one x, then a gated MLP whose two inputs share another."""
 

@@ -9,7 +9,7 @@ often. Two hops are of hosts with 8 ranks. 65,536 elements, one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,7 +22,8 @@ SIGNALS = (0.1, 1.0)
 """Relative to a rank's own noise: the gradients of small batches have the first."""
 
 
-def ring(gradients: torch.Tensor) -> torch.Tensor:
+def ring(gradients: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Their sum over a ring of ranks in bfloat16, which rounds at every hop."""
     total = gradients[0].bfloat16()
     for gradient in gradients[1:]:
         total = (total.float() + gradient.bfloat16().float()).bfloat16()

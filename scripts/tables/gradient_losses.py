@@ -33,6 +33,7 @@ from f8sub.gradients import wire
 from f8sub.gradients.wire import BLOCK, chunk_size, decode, encode, layout_of
 from scripts.loss_compare import CONFIDENCE, student_t_quantile
 from scripts.table import ROOT, Table, parser, processor, write_between_markers
+from scripts.tables import gradient_errors
 
 sys.path.insert(0, str(ROOT / "recipes"))
 
@@ -63,14 +64,7 @@ def in_order(gradients: Gradients) -> list[Tensor]:
 
 def ring(gradients: Gradients) -> list[Tensor]:
     """Rounded to bfloat16 at every rank."""
-
-    def added(parts: tuple[Tensor, ...]) -> Tensor:
-        total = parts[0].bfloat16()
-        for part in parts[1:]:
-            total = (total.float() + part.bfloat16().float()).bfloat16()
-        return total.float()
-
-    return [added(parts) for parts in zip(*gradients, strict=True)]
+    return [gradient_errors.ring(parts) for parts in zip(*gradients, strict=True)]
 
 
 def exchanged(gradients: Gradients) -> list[Tensor]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -17,25 +16,16 @@ import f8sub
 from f8sub.convert.swiglu_input import FORMAT, exponents_of
 from f8sub.kernels.scales import scales_from_amax
 from tests.data_sets import gaussian, generator, row_outliers
+from tests.models import FeedForward
 from tests.selection import long_but
 
 WIDTH, HIDDEN, TOKENS = 64, 256, 32
 aten = torch.ops.aten
 
 
-class FeedForward(nn.Module):
-    def __init__(self, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, hidden, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(hidden, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def made(recipe: str | None = "tensorwise", hidden: int = HIDDEN) -> FeedForward:
     torch.manual_seed(0)
-    model = FeedForward(hidden).bfloat16()
+    model = FeedForward(WIDTH, hidden).bfloat16()
     return model if recipe is None else f8sub.convert_to_float8(model, recipe, skip_defaults=False)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from tests.integrations.torchtitan.runs import installed
+from tests.models import FeedForward
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -129,16 +130,6 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

@@ -1,7 +1,6 @@
 """SwiGLU's input in float8 where each rank has some of the columns, or a shard of the weights."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -9,23 +8,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import f8sub
 from tests.data_sets import gaussian, generator
+from tests.models import FeedForward
 
 WIDTH, HIDDEN, TOKENS = 64, 512, 32
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def made() -> FeedForward:
     torch.manual_seed(0)
-    model = f8sub.convert_to_float8(FeedForward().bfloat16(), "rowwise", skip_defaults=False)
+    model = f8sub.convert_to_float8(FeedForward(WIDTH, HIDDEN).bfloat16(), "rowwise", skip_defaults=False)
     f8sub.keep_swiglu_input_in_float8(model)
     return model
 

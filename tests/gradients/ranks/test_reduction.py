@@ -26,6 +26,7 @@ from tests.gradients.models import (
     same,
     sharded,
 )
+from tests.models import Choice
 from tests.wire import Wire
 
 
@@ -211,17 +212,6 @@ def frozen(rank: int, world: int) -> None:
     assert same(gradients(model), expected(world))
 
 
-class Choice(nn.Module):
-    """Of two layers in one group, which the ranks do not both use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        return self.layers[index](x)
-
-
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 has them from torch 2.13 on"
 )
@@ -232,7 +222,7 @@ def test_fsdp2s_options(rank, world):
     model.set_reduce_scatter_max_input_buffers(2)
     assert same(reduced(rank, model), expected(world))
     torch.manual_seed(0)
-    model = fully_shard(Choice(), mp_policy=FLOAT32)
+    model = fully_shard(Choice(24), mp_policy=FLOAT32)
     model.set_reduce_scatter_unused_params(True)
     f8sub.reduce_gradients_in_float8(model)
     x, dy = torch.randn(8, 24), torch.randn(8, 24)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import f8sub
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, equal, seed_weights, shard, transformer
+from tests.models import BF16, Choice, equal, seed_weights, shard, transformer
 
 Options = Callable[[Any], None]
 
@@ -55,23 +55,12 @@ def test_on_is_off(rank, world, option):
     assert equal(on, used(shard(transformer("tensorwise"), BF16), rank))
 
 
-class Choice(nn.Module):
-    """Of two layers in one group, which the ranks do not both use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        return self.layers[index](x)
-
-
 @needs("set_reduce_scatter_unused_params")
 @pytest.mark.parametrize("reduced", [False, True], ids=["", "with float8 gradients"])
 def test_weights_that_a_rank_does_not_use_get_gradients_from_the_others(rank, world, reduced):
     found = []
     for all_gather in (True, False):
-        model = seed_weights(Choice())
+        model = seed_weights(Choice(32))
         f8sub.convert_to_float8(model, recipe="tensorwise", float8_all_gather=all_gather)
         fully_shard(model, mp_policy=BF16).set_reduce_scatter_unused_params(True)
         if reduced:

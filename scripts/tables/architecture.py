@@ -8,7 +8,6 @@ alone and under FSDP2 on two ranks, and every file of f8sub is noted when it is 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import collections
 import functools
@@ -20,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import tyro
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -208,14 +208,9 @@ def tables(found: dict[str, list[str]]) -> dict[str, str]:
     return {"map": diagram(), "rooms": room_table(), **flows_of}
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--write-docs", action="store_true", help="write the map and the tables")
-    arguments = options.parse_args()
+def main(write_docs: bool = False) -> None:
     made = tables(on_ranks(2, flows)[0])
-    if arguments.write_docs:
+    if write_docs:
         for marker, table in made.items():
             write_between_markers(marker, f"{table}\n\n<sub>`{COMMAND}`</sub>")
     else:
@@ -223,4 +218,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -8,10 +8,11 @@ by tests/diagnostics/test_byte_account.py and tests/diagnostics/ranks/test_byte_
 
 from __future__ import annotations
 
-import argparse
 import sys
+from typing import Literal
 
 import torch
+import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
@@ -24,23 +25,22 @@ sys.path.insert(0, str(ROOT / "recipes"))
 from f8sub_pretrain.model import SIZES
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--size", choices=SIZES, default="8b")
-    options.add_argument("--recipe", choices=f8sub.recipe_names(), default="tensorwise")
-    options.add_argument("--keep-x", choices=KEEP_X, default="auto")
-    options.add_argument("--tokens", type=int, default=TOKENS)
-    options.add_argument("--write-docs", action="store_true", help="put the table into its page")
-    arguments = options.parse_args()
+def main(
+    size: Literal[tuple(SIZES)] = "8b",
+    recipe: Literal[tuple(f8sub.recipe_names())] = "tensorwise",
+    keep_x: Literal[KEEP_X] = "auto",
+    tokens: int = TOKENS,
+    write_docs: bool = False,
+) -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES[arguments.size], vocab_size=128256))
-    f8sub.convert_to_float8(model, recipe=arguments.recipe, keep_x=arguments.keep_x)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES[size], vocab_size=128256))
+    f8sub.convert_to_float8(model, recipe=recipe, keep_x=keep_x)
     plan_for_the_device(model)
-    text = str(f8sub.conversion_report(model, arguments.tokens).bytes)
+    text = str(f8sub.conversion_report(model, tokens).bytes)
     print(text)
-    if arguments.write_docs:
+    if write_docs:
         write_between_markers("byte_account", f"```\n{text}\n```\n\n{provenance()}")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

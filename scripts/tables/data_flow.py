@@ -7,11 +7,11 @@ It is drawn with matplotlib and renewed by
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import tyro
 from matplotlib.figure import Figure
 
 from scripts.tables.drawing import BLUE, GREY, ORANGE, STYLE, arrow, box, save
@@ -90,11 +90,9 @@ def _after(axes: Any) -> None:
     box(axes, (10.4, 0.95), "scales, in place", colour=GREY, size=size)
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("file", type=Path)
-    save(draw(), made.parse_args().file)
+def main(file: tyro.conf.Positional[Path]) -> None:
+    save(draw(), file)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -1,6 +1,7 @@
 """Loss curves of a small Llama in bf16 and in float8: docs/images/loss_curves.svg, from ``loss_curves.json``.
 
-The runs are those of ``scripts/loss_compare.py``, one seed, minutes on a CPU. ``--record`` reads them into the file.
+The runs are those of ``scripts/loss_compare.py``, one seed, minutes on a CPU. ``--record FOLDER`` reads them into the
+file.
 
     python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0
     python scripts/tables/loss_curves.py --record runs/loss_compare --image docs/images/loss_curves.svg
@@ -8,12 +9,13 @@ The runs are those of ``scripts/loss_compare.py``, one seed, minutes on a CPU. `
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from scripts.loss_compare import SMOOTHED_STEPS, read_run
 from scripts.table import processor
@@ -41,14 +43,10 @@ def smoothed(losses: list[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--record", type=Path, metavar="FOLDER", help="of the finished runs")
-    made.add_argument("--image", type=Path, required=True)
-    arguments = made.parse_args()
-    if arguments.record:
-        DATA.write_text(json.dumps(record(arguments.record)) + "\n")
-    drawing.save(draw(json.loads(DATA.read_text())), arguments.image)
+def main(image: Path, folder: Annotated[Path | None, tyro.conf.arg(name="record")] = None) -> None:
+    if folder:
+        DATA.write_text(json.dumps(record(folder)) + "\n")
+    drawing.save(draw(json.loads(DATA.read_text())), image)
 
 
 def draw(data: dict[str, Any]) -> Any:
@@ -62,4 +60,4 @@ def draw(data: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -16,15 +16,14 @@ import torch
 from f8sub.delayed.state import states_of
 from f8sub.diagnostics.sample import Sample
 from f8sub.weights.exchange import Exchange
+from scripts.bench.timing import version_of
 from tests.integrations.torchtitan import gloo
 
 
 def installed() -> str | None:
     """torchtitan's version without the last number, as in "0.3"."""
-    try:
-        return importlib.metadata.version("torchtitan").rpartition(".")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    version = version_of("torchtitan")
+    return version and version.rpartition(".")[0]
 
 
 CPU = {"0.3": "tests.integrations.torchtitan.cpu", "0.2": "tests.integrations.torchtitan.cpu_0_2"}

@@ -38,9 +38,9 @@ import f8sub
 from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, blockwise, scaled_mm, tuning
+from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from f8sub.kernels.grouped import gemm as grouped_gemm
-from f8sub.kernels.grouped.gemm import GROUPED
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.triton.gemm_launch import Config
 from scripts.bench.formats import E4M3, FORMATS

@@ -146,18 +146,16 @@ class GraphedStep:
         self.why_optimizer_launched = None if optimizer is None else why_not_captured(optimizer)
         self._parts, self._function, self._optimizer = parts, function, optimizer
         self._captures_others = captures_others
-        modules = [module for part in parts for module in part.modules()]
-        self._sharded: list[Any] = [module for module in modules if is_fsdp_module(module)]
-        is_replica = any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in modules)
-        self._warmup = max(warmup, _DDP_WARMUP) if is_replica else warmup
-        self._device = _device_of(parts)
+        self._warmup = warmup
+        self._sharded: list[Any] = []
+        self._device = torch.device("meta")
         self._conversions: list[Conversion] = []
-        self._stream: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: Any = None
         self._pool: Any = None
-        self._rates = None if optimizer is None else Rates(optimizer, self._device)
+        self._rates: Rates | None = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._launched: Counter[Hashable] = Counter()
-        self._given_up = None if records(self._device) else f"there are no graphs on the {self._device.type}"
+        self._given_up: str | None = None
         self._place: Literal["function", "optimizer"] | None = None
         self._looks: dict[str, list[str]] | None = None
 
@@ -168,6 +166,8 @@ class GraphedStep:
             Float8ConfigError: a constant of the batch has no hash.
             Float8NumericsError: as of ``precompute_scales``.
         """
+        if self._device.type == "meta":
+            self._begin()
         leaves, structure = tree_flatten((args, kwargs))
         leaves = [_sent(leaf, self._device) for leaf in leaves]
         # A graph has shapes, dtypes and constants built in: each combination is another graph.
@@ -192,6 +192,20 @@ class GraphedStep:
             return found
         self.how = "launched"
         return self._launch(key, *tree_unflatten(leaves, structure))
+
+    def _begin(self) -> None:
+        """Look at the model when the first step begins: until then it may be moved, sharded and wrapped."""
+        modules = [module for part in self._parts for module in part.modules()]
+        self._sharded = [module for module in modules if is_fsdp_module(module)]
+        if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
+            self._warmup = max(self._warmup, _DDP_WARMUP)
+        self._device = _device_of(self._parts)
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+        if self._optimizer is not None:
+            self._rates = Rates(self._optimizer, self._device)
+        if not records(self._device):
+            self._given_up = f"there are no graphs on the {self._device.type}"
 
     def close(self) -> None:
         """Free the graphs and their memory; a step is captured again after launched ones.

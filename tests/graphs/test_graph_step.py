@@ -20,7 +20,7 @@ import f8sub
 from tests.data_sets import gaussian, generator
 from tests.graphs.tape import imitate
 from tests.layers import RECIPES
-from tests.models import BF16, checkpointed, shard, transformer
+from tests.models import BF16, checkpointed, seed_weights, shard, transformer
 from tests.selection import long_but
 from tests.tensor_parallel.models import PLANS, WIDTH, FeedForward
 
@@ -135,6 +135,15 @@ def test_on_a_cpu_every_step_is_launched():
     step = step_of(transformer("rowwise"))
     assert hows(step, 5) == ["l"] * 5
     assert step.why_launched == "there are no graphs on the cpu"
+
+
+def test_a_model_is_looked_at_when_the_first_step_begins(imitated):
+    with torch.device("meta"):
+        model = transformer("rowwise")
+    step = f8sub.graph_step(forward_backward_of(model), model)
+    model.to_empty(device="cpu")
+    seed_weights(model)
+    assert hows(step, 5) == ["l", "l", "l", "c", "r"]
 
 
 def scaled(model: nn.Module) -> None:

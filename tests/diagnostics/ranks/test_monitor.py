@@ -94,6 +94,6 @@ def test_a_sample_lies_where_layers_run_and_not_where_offloaded_shards_do(rank, 
     model = shard(transformer("tensorwise"))
     layer = model.blocks[0].q
     with mock.patch.object(type(layer.weight.device_mesh), "device_type", "meta"):
-        sample = module.Sample(0, model, {"blocks.0.q": layer}, {("blocks.0.q", "x"): 0})
+        sample = module.Sample(0, {"blocks.0.q": layer}, {("blocks.0.q", "x"): 0})
     sample.close()
     assert sample.reduced(None).device.type == "meta"

@@ -17,7 +17,7 @@ first that torch prefers itself."""
 
 @contextlib.contextmanager
 def prefer_cudnn_attention() -> Iterator[bool]:
-    """In the ``with`` block ``F.scaled_dot_product_attention`` takes cuDNN's kernels where it can, on Hopper.
+    """Have ``F.scaled_dot_product_attention`` take cuDNN's kernels in the block, on Hopper, where it can.
 
     They take about half of FlashAttention-2's time there, in forward and backward. From 2.11 on torch prefers them by
     itself where its cuDNN is 9.15.1 or newer, unless the process's first call of attention was made under an

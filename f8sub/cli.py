@@ -74,7 +74,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and ``Diagnosis.status``."""
+    """Return what to print, and ``Diagnosis.status``."""
     found = doctor()
     return json.dumps(found.as_dict(), indent=1) if arguments.json else page(found), found.status
 
@@ -112,7 +112,7 @@ def add_experts(made: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and the exit status: 0.
+    """Return what to print, and the exit status: 0.
 
     Raises:
         Float8ConfigError: see ``load`` and ``estimate``.
@@ -142,7 +142,7 @@ OPTIONS = (
     *("gpu", "gpus_per_host", "network", "tokens", "sequence", "replicas", "tensor_parallel"),
     *("recipe", "reduction", "checkpoint", "skip"),
 )
-"""Of ``estimate_step``, by its names."""
+"""The options of ``estimate_step``, by its names for them."""
 
 
 def add_estimate(commands: Any) -> None:
@@ -173,7 +173,7 @@ def add_estimate(commands: Any) -> None:
 
 
 def run_estimate(arguments: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and the exit status: 0.
+    """Return what to print, and the exit status: 0.
 
     Raises:
         Float8ConfigError: see ``load`` and ``estimate_step``.
@@ -226,7 +226,7 @@ def add_export(commands: Any) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> tuple[str, int]:
-    """What to print, and the exit status: 0.
+    """Return what to print, and the exit status: 0.
 
     Raises:
         Float8ConfigError: see ``inspect``'s ``load`` and ``export_checkpoint``; so are the other errors.

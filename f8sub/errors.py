@@ -1,4 +1,4 @@
-"""What can go wrong, by kind. Each message says what was asked, what was found, and what to do."""
+"""The errors of f8sub, by kind, and its warning. Each message says what was asked, what was found, and what to do."""
 
 import difflib
 from collections.abc import Iterable

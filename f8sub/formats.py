@@ -1,4 +1,4 @@
-"""What a float8 operand *is*: element dtype, tile, scale rule. Pure data, no arithmetic on tensors.
+"""The format of a float8 operand: element dtype, tile, scale rule. Pure data, no arithmetic on tensors.
 
 One scale a tensor is ``Tile(ALL, ALL)``, one a row ``Tile(1, ALL)``, one for 128x128 elements ``Tile(128, 128)``.
 """
@@ -17,7 +17,7 @@ ALL = -1
 """A tile edge that spans the whole dimension."""
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be quantized: dtypes whose products with a scale float32 holds."""
+"""The dtypes that can be quantized: those whose products with a scale float32 holds."""
 
 MULTIPLE = 16
 """Both dimensions of a float8 GEMM operand. Source: cuBLASLt, ATen/native/cuda/ScaledBlas.cpp."""
@@ -29,7 +29,7 @@ _NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", E2M1: "e2m1"}
 
 
 class ScaleRule(Enum):
-    """Which values a scale may take, and how its inverse is stored.
+    """The values that a scale may take, and how its inverse is stored.
 
     FLOAT: any float32. POWER_OF_2: powers of two, rounded down, so that a product with a scale is exact and codes can
     be re-scaled. E8M0: the same, the inverse stored as one exponent byte; a scale rounded down is the OCP's exponent
@@ -51,12 +51,12 @@ class ScaleRule(Enum):
 
     @property
     def has_global(self) -> bool:
-        """Whether ``Operand.global_scale_inv`` is there."""
+        """True if ``Operand.global_scale_inv`` is there."""
         return self is ScaleRule.TWO_LEVEL
 
     @property
     def is_power_of_2(self) -> bool:
-        """Whether a product with a scale only moves the exponent."""
+        """True if a product with a scale only moves the exponent."""
         return self in (ScaleRule.POWER_OF_2, ScaleRule.E8M0)
 
 
@@ -93,7 +93,7 @@ class Tile:
         return Tile(self.cols, self.rows)
 
     def is_transpose_of(self, other: "Tile") -> bool:
-        """Whether both put the same elements under one scale, one seen in the transposed matrix."""
+        """Return whether both put the same elements under one scale, one seen in the transposed matrix."""
         return self.rows == other.cols and self.cols == other.rows
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
@@ -190,7 +190,7 @@ class Float8Format:
         return 6.0 if self.dtype == E2M1 else torch.finfo(self.dtype).max
 
     def is_transpose_of(self, other: "Float8Format") -> bool:
-        """Whether a matrix has the same codes and scales in this format as its transposed matrix has in the other."""
+        """Return whether a matrix has the codes and scales in this format that its transpose has in the other."""
         return (
             (self.dtype, self.hadamard) == (other.dtype, other.hadamard)
             and (self.scale_rule, self.rounding) == (other.scale_rule, other.rounding)
@@ -199,7 +199,7 @@ class Float8Format:
 
     @property
     def has_nan(self) -> bool:
-        """Whether a code can stand for NaN; e2m1's cannot."""
+        """True if a code can stand for NaN; e2m1's cannot."""
         return self.dtype != E2M1
 
     @property
@@ -213,7 +213,7 @@ class Float8Format:
         return max(self.codes_per_byte, self.hadamard or 1)
 
     def __str__(self) -> str:
-        """As the documentation names it: ``1x128 e4m3 (power-of-two scales)``."""
+        """Return the name that the documentation uses: ``1x128 e4m3 (power-of-two scales)``."""
         rounding = None if self.rounding is Rounding.NEAREST else self.rounding.value
         hadamard = None if self.hadamard is None else f"Hadamard {self.hadamard}"
         more = ", ".join(filter(None, (_IN_WORDS.get(self.scale_rule), rounding, hadamard)))
@@ -278,7 +278,7 @@ Present = TypeVar("Present")
 
 
 def present(operand: Present | None) -> Present:
-    """What a recipe, or a tensor's kind, says is there."""
+    """Return what a recipe, or a tensor's kind, says is there; never None."""
     if operand is None:
         raise RuntimeError("a float8 tensor lacks the operand that is to be read")
     return operand

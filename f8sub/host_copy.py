@@ -65,7 +65,7 @@ class HostCopy:
 
     @property
     def there(self) -> bool:
-        """Whether reading it waits for nothing."""
+        """True if reading it waits for nothing."""
         return self._event is None or self._event.query()
 
     def read(self) -> torch.Tensor:

@@ -44,7 +44,7 @@ WORKS_WITH = "2.11 to 2.15"
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """What f8sub has to find in torch for one purpose.
+    """The names and attributes that f8sub has to find in torch for one purpose.
 
     Attributes:
         purpose: for the error.
@@ -199,7 +199,10 @@ NEEDS = (CONVERSION, COMPILATION, TENSOR_PARALLELISM, LOADING, EXPERTS, GATHER, 
 
 
 def problems(need: Need) -> tuple[str, ...]:
-    """What of a need's names is missing or takes other parameters, looked at once; empty where all is as it should."""
+    """Return what of a need's names is missing or takes other parameters; empty where nothing is.
+
+    It is looked at once in a process.
+    """
     if (found := _found.get(need)) is None:
         of_names = (_problem(path, given) for path, given in need.names.items())
         found = _found[need] = tuple(problem for problem in of_names if problem is not None)
@@ -237,7 +240,7 @@ def require_attributes(need: Need, *objects: object) -> None:
 
 _found: dict[Need, tuple[str, ...]] = {}
 _known: set[tuple[Need, type]] = set()
-"""What was looked at."""
+"""The needs and classes that ``require_attributes`` found to be right."""
 
 
 def _error(need: Need, found: Iterable[str]) -> Float8ConfigError:
@@ -280,7 +283,7 @@ def _parameters(found: Any) -> dict[str, bool]:
 
 
 def _at(path: str) -> Any:
-    """What is at a dotted path; modules on the way are imported."""
+    """Return what is at a dotted path; modules on the way are imported."""
     first, *rest = path.split(".")
     found: Any = sys.modules[first]
     for name in rest:
@@ -349,7 +352,7 @@ def is_dtensor(x: object) -> "TypeIs[DTensor]":
 
 
 def is_fsdp_class(cls: type) -> bool:
-    """Whether ``cls`` is ``FSDPModule`` or one that ``fully_shard`` made, likewise."""
+    """Return whether ``cls`` is ``FSDPModule`` or one that ``fully_shard`` made, without an import of it."""
     module = sys.modules.get("torch.distributed.fsdp")
     return module is not None and issubclass(cls, module.FSDPModule)
 
@@ -367,7 +370,7 @@ def is_fsdp1_module(x: object) -> bool:
 
 
 def flattened_by_fsdp1(model: torch.nn.Module, modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those of a model's modules whose parameters FSDP1 flattened, asked while the model is called.
+    """Return those of a model's modules whose parameters FSDP1 flattened; asked while the model is called.
 
     FSDP1 and FSDP2 mark what they manage alike. So a wrapper of FSDP1 has to be in the model, or to be calling it.
     """
@@ -391,7 +394,7 @@ def default_store() -> Any:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the group was destroyed neither by itself nor with the default one."""
+    """Return whether the group was destroyed neither by itself nor with the default one."""
     return group in distributed_c10d._world.pg_map
 
 
@@ -425,19 +428,19 @@ def leave_buffers(ddp: torch.nn.parallel.DistributedDataParallel, names: Iterabl
 
 
 def is_joining(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether this is within ``ddp.join()``."""
+    """Return whether this is within ``ddp.join()``."""
     return bool(ddp._join_config.enable)
 
 
 @functools.cache
 def cpu_has_amx() -> bool:
-    """Whether this CPU has AMX: tiles of bf16 and int8 at the least."""
+    """Return whether this CPU has AMX: tiles of bf16 and int8 at the least."""
     return torch.cpu._is_amx_tile_supported()
 
 
 @functools.cache
 def cpu_has_amx_fp16() -> bool:
-    """Whether the CPU's tiles take float16 too."""
+    """Return whether the CPU's tiles take float16 too."""
     return torch.cpu._is_amx_fp16_supported()
 
 
@@ -573,7 +576,7 @@ def keep_padded_shards(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Modul
 def after_reductions(
     of: Mapping[tuple[torch.nn.Module, str], Callable[[], None]],
 ) -> None:
-    """From now on call, after FSDP2 reduced gradients of a group's parameters, what those have in ``of``.
+    """Have FSDP2, each time it has reduced gradients, call what the reduced parameters have in ``of``.
 
     Every rank that holds a shard then knows it, because FSDP2 reduces them together. No call where a group has no
     gradients, or is told to wait for more of them.
@@ -601,7 +604,7 @@ def _post_backward(own: Callable[..., None], group: Any, params: Sequence[Any], 
 
 
 def _has_gradient(param: Any) -> bool:
-    """Whether FSDP2 has a gradient of the unsharded parameter, which it did not reduce yet."""
+    """Return whether FSDP2 has a gradient of the unsharded parameter, which it did not reduce yet."""
     unsharded = getattr(param, "unsharded_param", None)  # none before the first all-gather
     if unsharded is None:
         return False
@@ -711,13 +714,16 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """What is made inside has no values, and is known for it: code that asks whether it is traced is told so."""
+    """Return a context in which tensors are made without values.
+
+    Code that asks whether it is traced is told that it is.
+    """
     mode: AbstractContextManager[Any] = _FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
 
 def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
+    """Return whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -747,7 +753,7 @@ def bound_hook(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_metadata_inference() -> bool:
-    """Whether this runs inside of a forward by which a stage of ``torch.distributed.pipelining`` learns shapes.
+    """Return whether this runs in a forward by which a stage of ``torch.distributed.pipelining`` learns shapes.
 
     From torch 2.13 on it precedes the first micro-batch, with gradients. A later stage is given uninitialized memory,
     and no stage steps by the gradients; torch 2.14 puts the buffers back. It has no mark but the name of torch's
@@ -762,7 +768,10 @@ def is_metadata_inference() -> bool:
 
 
 def is_swapped_with_itself(tensor: torch.Tensor) -> bool:
-    """Whether this runs inside of ``torch.utils.swap_tensors(tensor, tensor)``, as a first parametrization calls it."""
+    """Return whether this runs inside of ``torch.utils.swap_tensors(tensor, tensor)``.
+
+    A tensor's first parametrization calls it so.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "swap_tensors":
         frame = frame.f_back
@@ -827,7 +836,7 @@ def tag_of_checkpoints() -> Any:
 
 
 def is_checkpointed(module: torch.nn.Module) -> bool:
-    """Whether a module is what ``checkpoint_wrapper`` returned."""
+    """Return whether a module is what ``checkpoint_wrapper`` returned."""
     wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     return wrapper is not None and isinstance(module, wrapper.CheckpointWrapper)
 
@@ -849,7 +858,7 @@ def place_in_whole(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cuda_version() -> tuple[int, ...]:
-    """Of torch's build; empty where that has no CUDA, for ROCm too."""
+    """Return the version of CUDA that torch was built for; empty where it was for none, as for ROCm."""
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 

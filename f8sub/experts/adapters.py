@@ -32,11 +32,13 @@ from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import Weight, local_tensor
 
 MULTIPLE_OF_RANK = 8
-"""What torch's grouped product on a GPU wants of every dimension in bfloat16: rows of 16 bytes."""
+"""torch's grouped product on a GPU takes dimensions that are multiples of this: in bfloat16, rows of 16 bytes."""
 
 
 class Added(NamedTuple):
-    """What one adapter adds to a weight as it is stored: ``scaling * lhs @ rhs``, or ``lhs`` where ``rhs`` is None.
+    """The part that one adapter adds to a weight as it is stored.
+
+    It is ``scaling * lhs @ rhs``, or ``lhs`` where ``rhs`` is None.
 
     Attributes:
         lhs: (E, rows, rank), or (E, rows, cols).
@@ -53,7 +55,7 @@ class Added(NamedTuple):
         return Added(change(self.lhs), None if self.rhs is None else change(self.rhs), self.scaling)
 
     def transposed(self) -> "Added":
-        """What it adds to the weight with its last two dimensions swapped."""
+        """Return what it adds to the weight with its last two dimensions swapped."""
         lhs, rhs, scaling = self
         if rhs is None:
             return Added(lhs.transpose(1, 2), None, scaling)
@@ -64,7 +66,7 @@ class Added(NamedTuple):
         return self.lhs if self.rhs is None else self.scaling * (self.lhs @ self.rhs)
 
     def of_tokens(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """What it adds to y, (M, rows): x, (M, cols), times each expert's part of it."""
+        """Return what it adds to y, (M, rows): x, (M, cols), times each expert's part of it."""
         lhs, rhs, scaling = self.each(lambda factor: factor.to(x.dtype))
         if rhs is None:
             return in_high_precision(x, lhs, groups)
@@ -82,7 +84,7 @@ class Adapted(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type["Adapted"], source: torch.Tensor, added: tuple[Added, ...]) -> "Adapted":
-        """Of ``source``, the weight as it is stored."""
+        """Make the sum over ``source``, the weight as it is stored, without computing it."""
         self: Adapted = torch.Tensor._make_wrapper_subclass(
             cls, source.shape, dtype=source.dtype, device=source.device
         )
@@ -90,7 +92,7 @@ class Adapted(torch.Tensor):
         return self
 
     def of_tokens(self, x: torch.Tensor, groups: Groups, *, transposed: bool) -> torch.Tensor:
-        """What the adapters add to y.
+        """Return what the adapters add to y, (M, N), in x's dtype.
 
         Args:
             x: (M, K), in the dtype of y.
@@ -153,7 +155,10 @@ class _Apart(torch.nn.Module):
 
 
 def _added_by(proxy: Any) -> Added | None:
-    """What one of PEFT's parametrizations adds; None for any other. Source: peft 0.21, ``tuners/lora/layer.py``."""
+    """Return what one of PEFT's parametrizations adds; None for any other.
+
+    Source: peft 0.21, ``tuners/lora/layer.py``.
+    """
     kind = type(proxy).__name__
     if kind == "_LoraFactorsProxy":
         return Added(proxy.lhs, proxy.rhs, proxy.scaling)
@@ -258,7 +263,10 @@ def name_in(module: Any, weight: torch.Tensor) -> str | None:
 
 
 def is_of(weight: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a weight is a parameter, a view of it, or over the same memory: reentrant checkpoints detach weights."""
+    """Return whether a weight is a parameter, a view of it, or over the same memory.
+
+    Reentrant checkpoints detach weights: then the memory alone shows which parameter it is.
+    """
     if weight is parameter or weight._base is parameter:
         return True
     if torch.compiler.is_compiling():
@@ -294,7 +302,7 @@ def owner_of(weight: torch.Tensor) -> Any:
 
 
 class _StandIn(NamedTuple):
-    """What compiled code knows of the module of a weight, which it cannot ask for it."""
+    """A stand-in for a weight's module in compiled code, which cannot ask the weight for it."""
 
     plan: Any
     fqn: str
@@ -348,7 +356,7 @@ def note(module: torch.nn.Module, weight: torch.Tensor) -> None:
 
 
 def _memory(local: torch.Tensor) -> tuple[int, int] | None:
-    """Where a weight's elements or codes begin, and how many there are; None where that is not known of it."""
+    """Return where a weight's elements or codes begin, and how many there are; None where that is not known."""
     if isinstance(local, Transposed):
         local = local.source
     if isinstance(local, Float8Tensor):

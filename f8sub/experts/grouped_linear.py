@@ -160,7 +160,7 @@ def _brought_to_rows(stored: ExpertWeights, format: Float8Format) -> ExpertWeigh
 
 
 def _keeps_codes(w: MasterWeight) -> bool:
-    """Whether codes of all experts' rows, one after the other, are kept until the weight changes."""
+    """Return whether codes of all experts' rows, one after the other, are kept until the weight changes."""
     return w.is_contiguous() and not torch.compiler.is_compiling()
 
 
@@ -195,7 +195,7 @@ def linear(
 
 
 class Multiplied(NamedTuple):
-    """What ``grouped_linear`` multiplied, as it lies on this rank, and the result; without a recipe no ``call``."""
+    """One product of ``grouped_linear``: this rank's factors and the result; ``call`` is None without a recipe."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -235,7 +235,7 @@ class Forward:
 
     @property
     def multiplied(self) -> bool:
-        """Whether it called a product, or compiled code in it has one."""
+        """True if the forward called a product, or compiled code in it has one."""
         return self._called or _is_traced(type(self.module).__name__)
 
 

@@ -20,7 +20,7 @@ from f8sub.weights.conversion import LayerGuest
 
 
 class Float8Experts(ConvertedModule):
-    """What every converted module of experts has, before its own class.
+    """A converted module of experts; this class stands before the module's own, see ``float8_class``.
 
     Attributes:
         seam: where its class multiplies.
@@ -73,7 +73,7 @@ class Float8Experts(ConvertedModule):
         return rowwise_of_experts(local_part(own_parameter(self, name)), format, call)
 
     def is_gathered(self, name: str) -> bool:
-        """Whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""
+        """Return whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""
         every_gemm_reads_codes = None not in self.plan.recipe.formats("w")
         return self.float8_all_gather and every_gemm_reads_codes and self.format_of(name) is not None
 
@@ -113,7 +113,7 @@ def _new_module(cls: type[torch.nn.Module]) -> Float8Experts:
 
 
 class StoredTransposed(LayerGuest):
-    """Which weights are stored transposed, as all ranks must have it."""
+    """A guest that has all ranks agree on which weights are stored transposed."""
 
     @override
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where modules of experts multiply, and how each is found: transformers', torchtitan's, and users' own."""
+"""The seams where modules of experts multiply, and how each is found: transformers', torchtitan's, users' own."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -92,13 +92,13 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
 
 
 def calls_grouped_linear(module: torch.nn.Module) -> bool:
-    """Whether the own forward of a module of experts multiplies by ``grouped_linear``, converted or not."""
+    """Return whether the own forward of a module of experts multiplies by ``grouped_linear``, converted or not."""
     seam = next((_registered[cls] for cls in type(module).__mro__ if cls in _registered), None)
     return seam is not None and seam.forward is None
 
 
 _OF_TRANSFORMERS = ("is_transposed", "has_gate", "has_bias", "num_experts", "_apply_gate")
-"""What ``use_experts_implementation`` of transformers 5 gives to each of its modules of experts."""
+"""The attributes that ``use_experts_implementation`` of transformers 5 gives to each of its modules of experts."""
 
 
 def routed(

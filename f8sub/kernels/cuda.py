@@ -215,7 +215,7 @@ def _is_transposed_by_words(codes: torch.Tensor) -> bool:
 
 
 MOST_GROUPS = 1024
-"""That one program of ``lay_out`` holds; torch's grouped products take 1023."""
+"""The most groups that one program of ``lay_out`` holds; torch's grouped products take 1023."""
 
 
 def why_no_kernel_of_groups(format: Float8Format) -> str | None:
@@ -226,7 +226,7 @@ def why_no_kernel_of_groups(format: Float8Format) -> str | None:
 
 
 def is_of_exponents(format: Float8Format) -> bool:
-    """Whether one exponent byte serves 32 elements of a row, as Blackwell's tensor cores read them."""
+    """Return whether one exponent byte serves 32 elements of a row, as Blackwell's tensor cores read them."""
     return format.scale_rule.stored_as == torch.float8_e8m0fnu and format.tile == EXPONENT_VECTOR
 
 
@@ -388,7 +388,7 @@ def derivation_launches(rowwise: ExpertWeights, format: Float8Format) -> "Launch
 
 
 def derives_of_experts(rowwise: ExpertWeights, format: Float8Format) -> bool:
-    """Whether a kernel makes columnwise codes of a format of rowwise ones."""
+    """Return whether a kernel makes columnwise codes of a format from rowwise ones."""
     codes, _, own = rowwise
     transposes = own.tile.is_transpose_of(format.tile) and (own.tile.is_whole or own.tile.rows % EDGE == 0)
     recasts = own.tile == format.tile == ROWWISE

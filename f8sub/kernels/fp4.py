@@ -8,7 +8,7 @@ from f8sub.formats import E2M1, Rounding
 from f8sub.torch_compat import no_dispatch_modes
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the codes 0 to 7 stand for; bit 3 is the sign. Source: OCP Microscaling Formats (MX) v1.0, 5.3.3."""
+"""The values that the codes 0 to 7 stand for; bit 3 is the sign. Source: OCP Microscaling Formats (MX) v1.0, 5.3.3."""
 
 
 def cast(scaled: torch.Tensor, rounding: Rounding) -> torch.Tensor:

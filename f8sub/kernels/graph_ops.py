@@ -1,4 +1,4 @@
-"""What the graphs that torch traces are told of float8, for checkpointed functions in them."""
+"""Functions as nodes of the graphs that torch traces, and which results checkpointed functions in them save."""
 
 import functools
 from collections.abc import Callable

@@ -50,12 +50,12 @@ def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) 
 
 
 def is_fusible(format: Float8Format) -> bool:
-    """Whether the compiler may see how a matrix of this format is quantized and read."""
+    """Return whether the compiler may see how a matrix of this format is quantized and read."""
     return format.is_plain and not _has_blocks(format)
 
 
 def _has_blocks(format: Float8Format) -> bool:
-    """Whether one scale serves more than one element of a line, and not all of it."""
+    """Return whether one scale serves more than one element of a line, and not all of it."""
     return format.tile.rows not in (1, ALL) or format.tile.cols not in (1, ALL)
 
 
@@ -75,7 +75,7 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
 
 
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
-    """What a fake returns for an operand of (rows, depth) elements; scales of blocks flat."""
+    """Return a fake's result for an operand of (rows, depth) elements; scales of blocks are flat."""
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
     data = like.new_empty((rows, depth // format.codes_per_byte), dtype=format.dtype)
     if _has_blocks(format):
@@ -303,7 +303,7 @@ def _quantize_groups(
 
 
 def _start(format: Float8Format, *, contracted: bool, multiple: int) -> int:
-    """What groups of a usage begin at multiples of; 1 where they lie in the codes as in x."""
+    """Return the multiple of rows that groups of a usage begin at; 1 where they lie in the codes as in x."""
     tile = format.tile.t() if contracted else format.tile
     return start_of_groups(tile.rows, multiple if contracted else 1)
 

@@ -1,4 +1,4 @@
-"""From amax to scale, and where scales come from.
+"""The rules from amax to scale, and the sources of scales.
 
 A ``ScaleSource`` says whether a matrix is scaled by its current amax or by a scale that was made before, and over which
 ranks an amax is reduced. ``quantize`` takes one; features make their own.
@@ -125,7 +125,7 @@ CURRENT = CurrentScales()
 
 
 class Sources(NamedTuple):
-    """Where the scales of x, w and dy come from in one call of a layer; made in its forward.
+    """The sources of the scales of x, w and dy in one call of a layer; its forward makes them.
 
     ``distributed`` says whether x and w are the local tensors of DTensors. Nobody counts all writes to those, so that
     no codes of them are kept for a later call; and x may come in float8.

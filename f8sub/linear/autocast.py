@@ -34,7 +34,7 @@ from f8sub.torch_compat import (
 from f8sub.weights.primary_weight import PrimaryWeight
 
 was_entered = False
-"""Whether any context was ever entered: until then a forward asks no further."""
+"""True once any context was entered; until then a forward looks no further than its layer's own plan."""
 
 
 class _Entry(threading.local):
@@ -75,7 +75,7 @@ _COMPILED = (-1, True, None)
 
 
 def _place() -> tuple[int, bool, Any]:
-    """Where this thread is: in which backward, and in which checkpointed function, as far as that shows.
+    """Return where this thread is: in which backward, and in which checkpointed function, as far as that shows.
 
     A non-reentrant checkpoint runs its function under a saved-tensors hook of its own, a reentrant one without grad.
     """
@@ -122,7 +122,7 @@ def plan_in_use(layer: Any, weight: torch.Tensor) -> Any:
 
 
 def _is_codes(weight: torch.Tensor) -> bool:
-    """Whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
+    """Return whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
     if is_dtensor(weight):
         weight = weight._local_tensor
     if isinstance(weight, PrimaryWeight):
@@ -176,7 +176,7 @@ def _why_not_readable(wire: Float8Format, recipe: Recipe) -> str | None:
 
 
 class _Record:
-    """What a layer's forwards used, for those that activation checkpointing may repeat."""
+    """The plans that a layer's forwards used, for forwards that activation checkpointing may repeat."""
 
     def __init__(self, layer: Any) -> None:
         self._converted = layer.converted
@@ -265,7 +265,7 @@ def _plan_of_repeated(layer: Any) -> Any:
 
 
 def _is_executed(node: Any) -> bool:
-    """Whether the backward pass that runs on this thread executes ``node``.
+    """Return whether the backward pass that runs on this thread executes ``node``.
 
     The engine does not count the tensor that ``backward`` was called on, whose node is the one that runs first.
     """
@@ -355,5 +355,8 @@ class autocast:
 
 @constant_result
 def _key_of(recipe: Recipe | str | None) -> str:
-    """Of high precision where ``recipe`` is None: dynamo of 2.11 hands over names, and no recipes."""
+    """Return the key of a recipe; that of high precision where ``recipe`` is None.
+
+    In compiled code dynamo of torch 2.11 hands over a recipe's name alone, and no ``Recipe``.
+    """
     return key_of(_HIGH_PRECISION if recipe is None else get_recipe(recipe))

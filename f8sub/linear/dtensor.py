@@ -117,7 +117,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, layer: Named, weight: "DTensor", x: torch.Tensor) -> "Places":
-        """Those that follow from the weight's, and x's where the weight is whole.
+        """Return the placements that follow from the weight's, and from x's where the weight is whole.
 
         Raises:
             Float8ConfigError: an input that is no DTensor on the weight's mesh, or a weight that is cut by more than
@@ -151,13 +151,15 @@ class Places(NamedTuple):
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank's y has the bias in it, or in compiled code what ``local`` makes of it."""
+        """True if this rank's y has the bias in it, or in compiled code what ``local`` makes of it."""
         return not self.y.is_partial() or self.mesh.get_local_rank() == 0 or torch.compiler.is_compiling()
 
     def sources(
         self, layer: Named, plan: Plan, weight: "DTensor", x: torch.Tensor, sources: Sources
     ) -> Sources:
-        """Those of a call with ``x``; the weight's amaxes are reduced over the ranks that a tile reaches over.
+        """Return the sources of a call with ``x``.
+
+        The weight's amaxes are reduced over the ranks that a tile reaches over.
 
         Raises:
             Float8ConfigError: a recipe whose tiles the cuts go through, or an x in float8 that it does not read.
@@ -229,7 +231,7 @@ def _check_received(fqn: str, x: Float8Tensor, recipe: Recipe) -> None:
 
 
 def _reaches_over_ranks(layer: Named, plan: Plan, cut: Cut) -> bool:
-    """Whether scales of a weight that is cut so reach over ranks.
+    """Return whether scales of a weight that is cut so reach over ranks.
 
     Raises:
         Float8ConfigError: a cut that the weight's formats cannot take.

@@ -210,7 +210,7 @@ class _TracedMatmul(Float8Matmul):
 
 
 class Unnamed:
-    """What a node knows of its layer: it is of all layers of a kind."""
+    """A stand-in for the layer in a node, which serves all layers of a kind and has no layer's name."""
 
     fqn = "a layer in compiled code"
 
@@ -219,7 +219,7 @@ class Unnamed:
 def _node(
     x: torch.Tensor, weight: "DTensor", bias: torch.Tensor | None, key: str, dtype: torch.dtype, keep_x: str
 ) -> torch.Tensor:
-    """What ``Float8Linear.forward`` does with a weight that is a DTensor, by the plan of that key."""
+    """Do what ``Float8Linear.forward`` does with a weight that is a DTensor, by the plan of that key."""
     plan = Plan.made[key]
     with compiling():
         places = Places.of(Unnamed, weight, x)

@@ -29,7 +29,7 @@ GemmInput = Operand | torch.Tensor
 """An operand in float8, or a matrix where the GEMM stays in high precision."""
 
 AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE = KEEP_X = ("auto", "float8", "high_precision", "recompute")
-"""What a layer can be asked to keep of x."""
+"""The ways of keeping x that a layer can be asked for."""
 
 
 _VIEWS = re.compile(
@@ -39,7 +39,7 @@ _VIEWS = re.compile(
 
 
 class Kept(NamedTuple):
-    """What a forward saved of x, besides the tensors.
+    """How a forward saved x, besides the tensors.
 
     Attributes:
         how: one of ``KEEP_X`` but "auto".
@@ -56,7 +56,7 @@ CODES, IN_HIGH_PRECISION, ROWWISE_CODES = Kept(FLOAT8), Kept(HIGH_PRECISION), Ke
 def cast_x(
     x: torch.Tensor, call: Call, keep_x: str | None
 ) -> tuple[GemmInput, tuple[torch.Tensor, ...], Kept]:
-    """What fprop reads of x, what is saved of it for wgrad, and how ``x_columnwise`` is to read that.
+    """Return what fprop reads of x, what is saved of it for wgrad, and how ``x_columnwise`` is to read that.
 
     Args:
         x: (..., K), what the layer was called with; may be a Float8Tensor where ``sources.distributed``, with the
@@ -134,7 +134,7 @@ def why_not_kept(recipe: Recipe, keep_x: str) -> str | None:
 
 
 def is_saved_by_its_maker(x: torch.Tensor) -> bool:
-    """Whether the operator that made ``x``, or what ``x`` is a view of, saved its result for its own backward.
+    """Return whether the operator that made ``x``, or what ``x`` is a view of, saved its result for backward.
 
     ``scaled_dot_product_attention``, relu, sigmoid and softmax do. Told from the graph, so never while
     ``torch.compile`` traces; nor where hooks pack what is saved (checkpointing, offloading), each tensor by itself.
@@ -148,6 +148,6 @@ def is_saved_by_its_maker(x: torch.Tensor) -> bool:
 
 
 def how_kept(x: torch.Tensor, recipe: Recipe) -> str:
-    """What "auto" is: x itself where that takes no memory and no kernel."""
+    """Return what "auto" stands for: x itself where that takes no memory and no kernel, else float8 codes."""
     free = is_saved_by_its_maker(x) and why_not_kept(recipe, HIGH_PRECISION) is None
     return HIGH_PRECISION if free else FLOAT8

@@ -35,7 +35,7 @@ from f8sub.kernels.scales import Sources
 from f8sub.torch_compat import saved_tensors_hook
 
 Call = tuple[Plan, torch.dtype, Sources]
-"""What one call of a layer multiplies by: its plan, the high-precision dtype of its GEMMs, the sources of scales."""
+"""One call of a layer: its plan, the high-precision dtype of its GEMMs, the sources of scales."""
 
 Formats = tuple[Float8Format | None, Float8Format | None]
 

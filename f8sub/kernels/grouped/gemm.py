@@ -114,7 +114,7 @@ OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
 
 
 class GroupedBackend(NamedTuple):
-    """What multiplies by groups.
+    """A way to multiply by groups.
 
     Attributes:
         why_not: why it cannot run a product of two formats on a device; None when it can.
@@ -203,7 +203,7 @@ def _triton_weights(
 
 
 def _read_as(out_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What codes are dequantized to: a GPU's grouped products take bfloat16 alone."""
+    """Return the dtype that codes are dequantized to: a GPU's grouped products take bfloat16 alone."""
     return torch.bfloat16 if device.type == "cuda" else out_dtype
 
 
@@ -297,13 +297,13 @@ ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which 
 
 
 def is_one_by_one(recipe: Recipe) -> bool:
-    """Whether each expert is multiplied by itself, see ``one_by_one``."""
+    """Return whether a recipe's experts are multiplied one after the other, see ``one_by_one``."""
     formats = [format for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) for format in (spec.a, spec.b)]
     return any(is_one_by_one_format(format) for format in formats if format is not None)
 
 
 def is_one_by_one_format(format: Float8Format) -> bool:
-    """Whether a matrix of the format has codes for itself alone, not as a part of a larger one."""
+    """Return whether a matrix of the format has codes for itself alone, not as a part of a larger one."""
     return format.codes_per_byte > 1 or format.scale_rule.has_global or format.hadamard is not None
 
 

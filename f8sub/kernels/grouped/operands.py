@@ -19,7 +19,7 @@ from f8sub.kernels.scales import PriorScale, largest, scale_now, scales_from_ama
 
 
 class Groups(NamedTuple):
-    """Where groups of rows lie.
+    """The places of groups of rows in a buffer.
 
     Attributes:
         first: int32, (E,), the first row of each group.
@@ -85,12 +85,15 @@ def aligned_rows(rows: int, count: int, edge: int) -> int:
 
 
 def start_of_groups(edge: int, multiple: int) -> int:
-    """What groups begin at multiples of where tiles have that edge along the rows; 1 where they follow each other."""
+    """Return the multiple of rows that groups begin at; 1 where they follow each other.
+
+    ``edge`` is that of a tile along the rows.
+    """
     return multiple if edge in (1, ALL) else edge
 
 
 def laid_out(groups: Groups, edge: int, multiple: int) -> Groups:
-    """Where groups lie in codes whose tiles have that edge along the rows; see ``operands.quantize_tokens``."""
+    """Return where groups lie in codes whose tiles have that edge along the rows; see ``operands.quantize_tokens``."""
     start = start_of_groups(edge, multiple)
     return groups if start == 1 else groups.aligned(start)
 
@@ -114,18 +117,18 @@ class Tokens(NamedTuple):
 
     @property
     def edge(self) -> int:
-        """Of a tile along the tokens."""
+        """The edge of a tile along the tokens; ALL where it ends with its group."""
         return self.format.tile.cols if self.contracted else self.format.tile.rows
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether ``scale_inv`` has the strides of ``empty_scale_inv``, even where a dimension is 1."""
+        """True if ``scale_inv`` has the strides of ``empty_scale_inv``, even where a dimension is 1."""
         if self.edge == ALL or self.contracted:
             return self.scale_inv.stride() == (max(self.scale_inv.shape[1], 1), 1)
         return block_scales.is_laid_out(Operand(self.data, self.scale_inv, self.format))
 
     def of_group(self, index: int, first: int, end: int) -> Operand:
-        """What a Float8Linear of that expert holds."""
+        """Return the operand that a Float8Linear of that expert holds."""
         edge = self.edge
         part = slice(index, index + 1) if edge == ALL else slice(first // edge, -(-end // edge))
         scale = self.scale_inv[part]
@@ -159,7 +162,7 @@ def as_rows(scale_inv: torch.Tensor) -> torch.Tensor:
 def empty_scale_inv(
     like: torch.Tensor, format: Float8Format, groups: Groups, *, contracted: bool
 ) -> torch.Tensor:
-    """Where kernels and operators store ``Tokens.scale_inv`` of a matrix ``like``, (any, K), in groups.
+    """Return the memory for ``Tokens.scale_inv`` of a matrix ``like``, (any, K), in groups.
 
     Rowwise scales of 1x128 are column-major, as products read them.
     """
@@ -264,12 +267,12 @@ class ExpertWeights(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Operand, shape: tuple[int, ...], format: Float8Format) -> "ExpertWeights":
-        """From the operand of all experts' rows, one after the other."""
+        """Make it from the operand of all experts' rows, one after the other."""
         tiles = format.tile.scale_shape((shape[1], shape[2]))
         return cls(matrix.data.view(shape), matrix.scale_inv.view(shape[0], *tiles), format)
 
     def of_group(self, index: int) -> Operand:
-        """What a Float8Linear of that expert holds."""
+        """Return the operand that a Float8Linear of that expert holds."""
         return Operand(self.data[index], self.scale_inv[index].contiguous(), self.format)
 
     def t(self) -> "ExpertWeights":
@@ -294,7 +297,7 @@ def seen_transposed(format: Float8Format) -> Float8Format:
 
 
 def empty_codes(like: torch.Tensor, format: Float8Format) -> ExpertWeights:
-    """Where kernels and operators store the codes of ``like``, (E, N, K): contiguous, and so are scales."""
+    """Return the memory for the codes of ``like``, (E, N, K), and for their scales, both contiguous."""
     count, rows, cols = like.shape
     data = like.new_empty((count, rows, cols), dtype=format.dtype)
     scales = count, *format.tile.scale_shape((rows, cols))

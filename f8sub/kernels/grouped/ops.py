@@ -129,7 +129,10 @@ def _rows(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """Codes and scales of a and b; first rows and ends of groups in a, and in y; two formats and the backend."""
+    """Multiply ``a`` and ``b``, each codes and scales.
+
+    ``lie`` is the first rows and ends of groups in a, and in y; ``how`` names two formats and the backend.
+    """
     groups = Groups(lie[2], lie[3], rows)
     left, right, backend = how.split()
     tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
@@ -151,7 +154,7 @@ def _weights(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    """As ``_rows``; first rows and ends in a, in b, and in the tokens."""
+    """Multiply as ``_rows`` does; ``lie`` is the first rows and ends in a, in b, and in the tokens."""
     groups = Groups(lie[4], lie[5], rows)
     *formats, backend = how.split()
     left, right = (

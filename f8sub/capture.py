@@ -29,6 +29,7 @@ class Capture:
     """
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
+        # Pinned, so that a replay copies to it while the host goes on.
         self._pinned = torch.empty(
             size + _SPARE, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
         )
@@ -65,6 +66,7 @@ class Capture:
         if self._used + size > len(self._pinned):
             raise RuntimeError(f"a capture copies {size} bytes more to the host than it was announced")
         place = self._pinned[self._used : self._used + size].view(found.dtype).view(found.shape)
+        # From a multiple of 16 bytes on memory can be viewed as any dtype.
         self._used += size + -size % 16
         return HostCopy(found, place)
 

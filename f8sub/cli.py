@@ -50,6 +50,7 @@ def add_choice(
         try:
             return find(text)
         except Float8ConfigError as error:
+            # Of other errors argparse does not print the message.
             raise argparse.ArgumentTypeError(str(error)) from error
 
     parser.add_argument(flag, type=read, metavar=f"{{{','.join(names)}}}", help=words, **options)
@@ -322,6 +323,7 @@ def _show_warning(otherwise: Any, message: Any, category: Any, *more: Any) -> No
 
 def _show(text: str) -> None:
     """Print a page; headings and verdicts in colour where this is a terminal and rich is installed."""
+    # JSON is for programs.
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None or text.startswith("{"):
         sys.stdout.write(f"{text}\n")
         return

@@ -84,8 +84,10 @@ class Tile:
 
     def __post_init__(self) -> None:
         for edge in (self.rows, self.cols):
+            # Not isinstance: True is an int.
             if type(edge) is not int or (edge != ALL and edge < 1):
                 raise Float8ConfigError(f"a tile edge is a positive number of elements or ALL, got {self}")
+        # The class is frozen.
         object.__setattr__(self, "is_whole", self.rows == self.cols == ALL)
 
     def t(self) -> "Tile":
@@ -168,6 +170,7 @@ class Float8Format:
         object.__setattr__(self, "is_plain", plain)
 
     def __hash__(self) -> int:
+        # It names every field that is compared, and Python hashes a string once.
         return hash(self.name)
 
     @classmethod

@@ -110,6 +110,7 @@ class Recipe:
         if not taken:
             return self
         name = f"{self.name}, {' and '.join(taken)} in high precision"
+        # Without a float8 GEMM nothing is left that a past amax could scale.
         changes: dict[str, Any] = dict.fromkeys(taken, HIGH_PRECISION_GEMM)
         return replace(self, name=name, delayed=None if taken == in_float8 else self.delayed, **changes)
 
@@ -148,6 +149,7 @@ def get_recipe(recipe: Recipe | str, **options: Any) -> Recipe:
             f"recipe {recipe!r} has no options {others}{told}; it has {list(valid) or 'none'}"
         )
     for name, value in options.items():
+        # A word such as "false" would be taken for true.
         if isinstance(valid[name].default, bool) and not isinstance(value, bool):
             raise Float8ConfigError(f"option {name} of recipe {recipe!r} is True or False, got {value!r}")
     return cast(Recipe, module.recipe(**options))

@@ -263,6 +263,7 @@ def _problem(path: str, given: str) -> str | None:
     if not names:
         return None
     exact = names[0] == "exactly"
+    # The word itself is no parameter; True counts as 1.
     names = names[exact:]
     # What is not given has to be optional, and what is given by position to be where it was.
     in_order = [name for name in taken if name in names] == names
@@ -276,6 +277,7 @@ def _parameters(found: Any) -> dict[str, bool]:
     """Names of the parameters of an operator or a function, and whether they are needed."""
     if (schema := getattr(found, "_schema", None)) is not None:
         return {argument.name: not argument.has_default_value() for argument in schema.arguments}
+    # Variadic parameters take whatever else is given.
     parameters = inspect.signature(found).parameters.values()
     return {
         p.name: p.default is p.empty for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -457,6 +459,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
             "plain autograd differentiates it: call loss.backward() or torch.autograd.grad, for gradients of each "
             "sample in a loop over samples, or transform the model before convert_to_float8"
         )
+    # What ``Function.apply`` calls after that look.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -545,6 +548,7 @@ def fsdp_params() -> Iterator[tuple[Any, Any]]:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     require(GATHER)
+    # A list, because garbage collection may take modules out of it meanwhile.
     for module, reference in list(_fsdp_states.items()):
         if is_fsdp_module(module) and (state := reference()) is not None:
             for group in _groups_of(state, GATHER):
@@ -597,6 +601,7 @@ def after_reductions(
 
 
 def _post_backward(own: Callable[..., None], group: Any, params: Sequence[Any], *args: Any) -> None:
+    # Before FSDP2's own, which takes the gradients away.
     calls = [call for param, call in params if _has_gradient(param)] if group.reduce_grads else []
     own(*args)
     for call in dict.fromkeys(calls):
@@ -631,6 +636,7 @@ def _groups_of(state: Any, need: Need) -> list[Any]:
         if not hasattr(state, "_fsdp_param_group"):
             raise _error(need, [f"{type(state).__name__}._fsdp_param_groups is missing"])
         groups = [state._fsdp_param_group]
+    # None stands for a module without parameters of its own.
     found = [group for group in groups if group is not None]
     require_attributes(need, *found)
     return found

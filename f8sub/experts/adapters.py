@@ -70,6 +70,7 @@ class Added(NamedTuple):
         lhs, rhs, scaling = self.each(lambda factor: factor.to(x.dtype))
         if rhs is None:
             return in_high_precision(x, lhs, groups)
+        # Zeros up to the next multiple add nothing to the product.
         missing = -rhs.shape[1] % MULTIPLE_OF_RANK
         lhs = torch.nn.functional.pad(lhs, (0, missing))
         rhs = torch.nn.functional.pad(rhs, (0, 0, 0, missing))
@@ -99,6 +100,7 @@ class Adapted(torch.Tensor):
             groups: of its rows.
             transposed: whether the weight is (E, K, N).
         """
+        # torch's grouped product on a GPU takes bfloat16 alone.
         dtype, x = x.dtype, x.bfloat16() if x.is_cuda else x
         added = [each.transposed() if transposed else each for each in self.added]
         return torch.stack([each.of_tokens(x, groups) for each in added]).sum(0).to(dtype)
@@ -117,6 +119,7 @@ class Adapted(torch.Tensor):
         kwargs = kwargs or {}
         adapted = next((each for each in args if isinstance(each, Adapted)), None)
         name = getattr(func, "__name__", "")
+        # A cast or a transpose before the product, as in torchtitan's experts, keeps the parts apart.
         if adapted is not None and func is torch.Tensor.bfloat16:
             return Adapted(
                 adapted.source.bfloat16(), tuple(each.each(torch.Tensor.bfloat16) for each in adapted.added)
@@ -293,6 +296,7 @@ def owner_of(weight: torch.Tensor) -> Any:
             weight is (own := own_parameter(module, name)) or weight._base is own for name in module.weights
         ):
             return module
+    # Only backward repeats products; outside of it the weight is the caller's own tensor.
     if graph_task() == -1:
         return None
     for module in _modules:
@@ -319,6 +323,7 @@ _stand_ins = _StandIns()
 @constant_result
 def _named_like(*shape: int) -> str:
     """The attribute of ``_stand_ins`` for weights of a shape."""
+    # Sorted shapes, because the weight may be handed over transposed.
     found = [
         module
         for module in _modules

@@ -50,6 +50,7 @@ class ExpertsConverter(Converter):
 
     @override
     def why_not(self, module: torch.nn.Module) -> str | None:
+        # A forward on the instance would hide that of the class it is swapped for.
         if "forward" in vars(module):
             return f"something replaced the forward of this {type(module).__name__}; convert first"
         seam = seam_of(module)
@@ -69,6 +70,7 @@ class ExpertsConverter(Converter):
     ) -> Callable[[Conversion], None]:
         refuse_taken_names(module, fqn, Float8Experts, seams=("_grouped_mm",))
         device = next(module.parameters()).device
+        # A model is built on meta to be trained on the accelerator.
         if device.type == "meta":
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         plan = Plan.make(recipe, torch.device(device.type), backend, grouped=True)

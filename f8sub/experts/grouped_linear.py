@@ -62,6 +62,7 @@ class GroupedMatmul(torch.autograd.Function):
         recipe, groups = plan.recipe, Groups.of(ends, len(x))
         spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
         tokens = x.to(dtype)
+        # y (M, N) = x (M, K) with w (E, N, K), each row by its expert's matrix
         a, kept, _ = cast_or_share(x, tokens, (spec.a, columnwise), plan, sources, groups)
         if a is None or spec.b is None:
             y = grouped_ops.high_precision_rows(tokens, _values(w, call), groups)
@@ -94,11 +95,13 @@ class GroupedMatmul(torch.autograd.Function):
         a, left, amax = quantize(dy, *formats, sources.dy, groups=groups, multiple=plan.multiple)
         if amax is not None:
             sources.dy.keep(amax)
+        # dx (M, K) = dy (M, N) with w (E, N, K), each row by its expert's matrix
         if needs_dx:
             if a is None or d.b is None:
                 dx = grouped_ops.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
                 dx = grouped_ops.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
+        # dw (E, N, K) = dy.t() (N, M) with x (M, K), each matrix over its expert's rows
         if needs_dw:
             if left is None or g.b is None or plan.wgrad is None:
                 dw = grouped_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
@@ -185,6 +188,7 @@ def linear(
     """``grouped_linear`` of a weight of (E, N, K), or (E, K, N) where ``transposed``; y in ``dtype``."""
     call = Plan.make(recipe, torch.device(x.device.type), REFERENCE), dtype, CURRENT_SOURCES
     counts = [end - first for first, end in groups.host_bounds]
+    # Rows past the last group are of no expert, and their y is zero.
     *parts, past = x.split([*counts, len(x) - sum(counts)])
     found = [
         apply(Float8Matmul, part, stored.t() if transposed else stored, None, call, AUTO, False)
@@ -316,6 +320,7 @@ def grouped_linear(
         Float8ConfigError: a recipe with delayed scaling, and no weight of a converted module whose forward runs.
     """
     if isinstance(weight, Adapted):
+        # Apart, because the sum's codes would lose what the adapters add.
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
@@ -446,6 +451,7 @@ def _check(owner: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor
             f"{'(E, K, N)' if transposed else '(E, N, K)'} and E ends, got {tuple(x.shape)}, {tuple(weight.shape)} and "
             f"{tuple(offs.shape)}; look at what dispatches the tokens"
         )
+    # On a GPU the host would wait for the ends.
     if offs.is_cpu and offs.numel() and type(offs) is torch.Tensor and not torch.compiler.is_compiling():
         ends = offs.tolist()
         if ends[0] < 0 or ends != sorted(ends) or ends[-1] > len(x):

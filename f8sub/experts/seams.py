@@ -79,6 +79,7 @@ def register_experts(
 
 def seam_of(module: torch.nn.Module) -> Seam | None:
     """The seam of a module; None where it is no module of experts that is known."""
+    # What the user registered comes before what is known by its attributes.
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
@@ -86,6 +87,7 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
         weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         return Seam(routed, weights, transposed=bool(module.is_transposed))
+    # torchtitan's experts, and others with such a method.
     if stacked and callable(getattr(module, "_grouped_mm", None)):
         return Seam()
     return None
@@ -112,6 +114,7 @@ def routed(
     order = top_k_index.flatten().argsort(stable=True)
     expert = top_k_index.flatten()[order]
     experts = local_part(module.down_proj).shape[0]
+    # Tokens of other ranks' experts are sorted to the end, past the last group.
     is_here, known = expert < experts, expert.clamp(max=experts - 1)
     counts = torch.zeros(experts, dtype=torch.int32, device=expert.device)
     ends = counts.scatter_add_(0, known.long(), is_here.int()).cumsum(0)
@@ -131,6 +134,7 @@ def routed(
     y = multiplied("down_proj", h)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
+    # Rows of other ranks' experts have the last expert's bias by now, and must add nothing.
     y = torch.where(is_here[:, None], y * top_k_weights.flatten()[order][:, None], 0)
     back = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)

@@ -68,6 +68,7 @@ def exchange_tokens(
 def wire_format(recipe: Recipe, *, combine: bool) -> Float8Format:
     """The format of what crosses in float8: of a dispatch x, of a combine dy."""
     format = recipe.dgrad.a if combine else recipe.fprop.a
+    # With powers of two the experts cast what arrives to the same values again.
     if format is None or not format.is_plain or format.tile.rows != 1 or not format.scale_rule.is_power_of_2:
         raise Float8ConfigError(
             f"recipe {recipe.name!r} casts {'dy' if combine else 'x'} to {format}; tokens cross in codes of a byte "
@@ -92,6 +93,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         splits, group, format, combine = ctx.how
+        # The gradient goes the other way: what was received is sent.
         received, sent = splits
         dx = (
             _in_float8(dy, sent, received, group, format)
@@ -150,8 +152,10 @@ def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> i
         Float8ConfigError: there is none, or the recipe cannot be.
     """
     found = get_recipe(recipe)
+    # An unfit recipe is refused before any dispatcher is changed.
     for combine in _SEAMS.values():
         wire_format(found, combine=combine)
+    # By identity, because modules may share a dispatcher.
     dispatchers = {
         id(value): value
         for module in model.modules()

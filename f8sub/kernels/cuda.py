@@ -72,6 +72,7 @@ def quantize(
     ):
         known = None if amax is None else lambda own, tile: amax
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, known)
+    # One cast serves both usages: the columnwise operand is a view of the rowwise codes.
     if any_layout and len(set(formats)) == 1 and formats[0].tile == formats[0].tile.t():
         row = cast(Operand, quantize(x, formats[0], None, amax=amax).rowwise)
         col = None if columnwise is None else reference.transposed(row, columnwise, any_layout=True)
@@ -124,6 +125,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         if not _is_transposed_by_words(codes):
             return reference.transposed(rowwise, columnwise, any_layout=False)
     elif tiles not in _RECAST or not (rowwise.format.is_plain and codes.is_contiguous()):
+        # No kernel goes from codes to codes between these tiles, so it takes two steps.
         values = reference.dequantize(rowwise, torch.float32)
         return cast(Operand, quantize(values, None, columnwise).columnwise)
     if tiles[0].is_transpose_of(tiles[1]):
@@ -238,6 +240,7 @@ def quantize_tokens(
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
     """``operands.quantize_tokens`` of both operands of groups in a row; goes there for what no kernel takes."""
+    # One kernel makes both usages of one format; two formats take a kernel each.
     if rowwise is not None and columnwise is not None and rowwise != columnwise:
         return quantize_tokens(x, groups, rowwise, None)[0], quantize_tokens(
             x, groups, None, columnwise, multiple
@@ -293,6 +296,7 @@ def token_launches(
     if is_laid_out:
         edge = start_of_groups(tile.cols, multiple)
     given = Groups(ends, ends, len(x))
+    # A kernel writes where the groups lie, which the host does not know.
     laid = Groups(torch.empty_like(ends), torch.empty_like(ends), aligned_rows(len(x), len(ends), edge))
     row = col = None
     if rowwise is not None:
@@ -337,6 +341,7 @@ def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
     count, rows, cols = w.shape
     tile = format.tile
     if tile.is_whole or (tile.rows == tile.cols and tile.rows % EDGE == 0):
+        # The experts may lie anywhere, but each one's matrix has to be row-major.
         if not w[0].is_contiguous():
             w = w.contiguous()
         from f8sub.kernels.triton import launch

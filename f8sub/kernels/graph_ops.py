@@ -27,6 +27,7 @@ def in_graph(function: Function) -> Function:
 
     ``torch.compiler.allow_in_graph`` without its ``import torch._dynamo``. Takes tensors and constants.
     """
+    # Entered in dynamo later, because that imports ``torch._dynamo``.
     _in_graphs.append(function)
     return function
 
@@ -49,6 +50,7 @@ def _tag_autograd_functions() -> None:
     """
     operator = tag_of_checkpoints()
     tag_nodes = getattr(operator, "tag_nodes", None)
+    # torch from 2.13 on has no such tags.
     if tag_nodes is None:
         return
 
@@ -71,6 +73,7 @@ def save_when_checkpointed(reduction: Any) -> None:
     Whatever the checkpointed function's policy says, which stands in the nodes' ``meta``. For small results alone.
     """
     mode = get_proxy_mode()
+    # From the newest node back to the reduction.
     for node in () if mode is None else reversed(mode.tracer.graph.nodes):
         if "recompute" in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -182,6 +182,7 @@ def quantized(
         amax = scales.amax(x, rowwise.tile)
     names = (None if format is None else format.name for format in (rowwise, columnwise))
     tensors = quantize_in_graph(x, amax, *names)
+    # Codes and their scales, and with two levels the matrix's own scale.
     count = 0 if rowwise is None else 3 if rowwise.scale_rule.has_global else 2
     row = None if rowwise is None else Operand.of(rowwise, *tensors[:count])
     return Quantized(row, None if columnwise is None else Operand.of(columnwise, *tensors[count:]))
@@ -352,6 +353,7 @@ def _derive_columnwise_of_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
     made = cuda.derive_columnwise_of_experts(given, Float8Format.parse(columnwise))
+    # An operator may not return a view of its argument.
     if made.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
         made = made._replace(data=made.data.clone(), scale_inv=made.scale_inv.clone())
     return _packed(made)

@@ -51,6 +51,7 @@ def quantize_on_cpu(
         return reference.quantize(x, rowwise, columnwise, any_layout, prior)
     lowest, highest = torch.aminmax(x)
     amax: float = max(highest.item(), -lowest.item())
+    # NaN fails this comparison, too.
     if not amax < math.inf:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior)
     scale = scale_from_amax(amax, format) if prior is None else scale_now(prior, amax, format)
@@ -156,7 +157,9 @@ def quantize(
         is_fusible = prior is not None or all(map(ops.is_fusible, formats))
         if reduce is None and (is_copied or not is_fusible):
             return ops.quantized(x, rowwise, columnwise, prior)
+        # The compiler fuses the reference with what is around it.
         return ops.with_copied_columns(reference.quantize(x, rowwise, columnwise, True, prior, reduce))
+    # A collective stands between the amax and the cast, so no kernel does both.
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
     if type(x) is torch.Tensor and x.is_cpu:

@@ -136,6 +136,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
 
 def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
     """``a @ b.t()`` of what the codes stand for, in float32: (M, K) x (N, K) -> (M, N) in ``out_dtype``."""
+    # As in ``dequantize``: a code can stand for a little more than float32's largest number.
     top = torch.finfo(torch.float32).max
     left, right = (_values(operand).clamp(-top, top) for operand in (a, b))
     return matmul_nt(left, right, fast_accum).to(out_dtype)

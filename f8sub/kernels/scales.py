@@ -186,6 +186,7 @@ def first_tile(tile: Tile, offset: tuple[int, int]) -> tuple[int, int]:
 
 def largest(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """Largest magnitude of each tile, as ``amax`` lays it out; infinity or NaN where an element is."""
+    # torch's amax of no elements is an error.
     if x.numel() == 0:
         return x.new_zeros(tile.scale_shape((x.shape[0], x.shape[1])), dtype=torch.float32)
     a = x.abs()
@@ -275,4 +276,5 @@ def scale_now(prior: PriorScale, amax: torch.Tensor, format: Float8Format) -> to
         scale = torch.where(prior.scale == 0, scale_with_margin(amax, format, prior.margin), prior.scale)
     if not prior.covers:
         return scale
+    # The rule gives an amax of zero the scale 1, which would lower most prior scales for nothing.
     return torch.where(amax == 0, scale, torch.minimum(scale, scale_from_amax(amax, format)))

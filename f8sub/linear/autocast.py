@@ -66,11 +66,13 @@ def key_of(recipe: Recipe) -> str:
     """A word for the recipe, one for equal ones: ``torch.compile`` takes words for constants and guards on them."""
     with _lock:
         if recipe not in _keys:
+            # Users' recipes may share a name with another one, and a key tells them apart.
             key = recipe.name if recipe.name not in _recipes else f"{recipe.name} ({len(_recipes)})"
             _keys[recipe], _recipes[key] = key, recipe
         return _keys[recipe]
 
 
+# The place of compiled code, whose forwards are not remembered: see ``remember``.
 _COMPILED = (-1, True, None)
 
 
@@ -110,6 +112,7 @@ def plan_in_use(layer: Any, weight: torch.Tensor) -> Any:
     innermost = _entry.innermost
     if not torch.compiler.is_compiling():
         task = graph_task()
+        # Within backward, and no context was entered there: activation checkpointing repeats a forward.
         if task != -1 and (innermost is None or innermost[1][0] != task):
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
@@ -233,9 +236,11 @@ def remember(layer: torch.nn.Module, plan: Any, y: torch.Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     innermost, place = _entry.innermost, _place()
+    # The context was entered inside the checkpointed function, and is entered again with it.
     if innermost is not None and innermost[1] == place:
         return
     _, grad_enabled, hook = place
+    # A non-reentrant checkpoint leaves a graph, which lives until backward repeats the forward; a reentrant one none.
     if grad_enabled and hook is not None and (node := _node_of(y)) is not None:
         _record_of(layer).of_graph(node, plan)
     elif not grad_enabled and layer.training:
@@ -251,9 +256,11 @@ def _node_of(y: torch.Tensor) -> Any:
 def _plan_of_repeated(layer: Any) -> Any:
     record = _record_of(layer)
     plans = record.executed()
+    # Every forward of the layer in this graph used that plan, whichever of them is repeated.
     if len(plans) == 1:
         return plans.pop()
     plans = plans or record.others(layer.plan)
+    # No forward used another plan, so this one did not either.
     if not plans:
         return layer.plan
     names = ", ".join(sorted(plan.recipe.name for plan in plans))
@@ -328,6 +335,7 @@ class autocast:
                 f"the first argument of f8sub.autocast is a recipe, got {recipe}; write autocast(enabled={recipe})"
             )
         self._recipe, self._enabled = recipe, enabled
+        # Looked up even where it is not used, so that a wrong name is always an error.
         asked = None if recipe is None else _key_of(recipe)
         self._key = asked if enabled else _key_of(None)
 

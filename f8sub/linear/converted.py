@@ -88,6 +88,7 @@ class ConvertedModule(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(casting(self.fqn, fn), recurse)  # type: ignore[no-untyped-call]
         weight = own_parameter(self, next(iter(self._stored)))
+        # Nothing runs on meta. ``to_empty``, which gives the weight memory, comes here again.
         if not weight.is_meta:
             self.follow(weight.device)
         return self
@@ -110,6 +111,7 @@ class ConvertedModule(torch.nn.Module):
         self.converted.settle()
         self.converted.keep_memory(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        # As the tensors that they stand for: a saved state dict is read without f8sub.
         if not keep_vars:
             for name, weight in self._held.items():
                 destination[f"{prefix}{name}"] = exported(weight)
@@ -124,6 +126,7 @@ class ConvertedModule(torch.nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         check_not_raw(self.fqn, {name: state_dict.get(prefix + name) for name in self._parameters})
+        # With ``assign=True`` torch puts other objects in the place of the parameters.
         before = self._held
         kinds = {name: type(local_tensor(weight)) for name, weight in before.items()}
         self.converted.settle()
@@ -165,6 +168,7 @@ class ConvertedModule(torch.nn.Module):
         """Turn the module, whose weights are plain parameters already, back into one of ``cls``."""
         for guest in self.converted.layer_guests:
             guest.left(self)
+        # Only attributes that the float8 classes declare: those of the user's class stay.
         for ours in (each for each in type(self).__mro__ if issubclass(each, ConvertedModule)):
             for name in ours.__annotations__:
                 vars(self).pop(name, None)

@@ -72,8 +72,10 @@ class Cut(NamedTuple):
     def across(self, amax: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Amaxes of this rank's tiles to those of the whole matrix's, all of them on every rank alike."""
         edge = (tile.rows, tile.cols)[self.dim]
+        # A tile spans the dimension that is cut, so it is of all ranks.
         if edge == ALL:
             return self._largest(amax)
+        # Each rank has whole tiles.
         if not self.whole or self.part % edge == 0:
             return amax
         # Parts that lie within one tile.
@@ -141,10 +143,13 @@ class Places(NamedTuple):
         (of_weight,), (of_x,) = weight.placements, x.placements
         placed = torch.distributed.tensor
         split, whole = placed.Shard(last), placed.Replicate()
+        # Column-wise: each rank makes some columns of y from all of x.
         if of_weight.is_shard(0):
             return cls(mesh, shape, whole, split, placed.Partial(), placed.Shard(0), placed.Shard(0))
+        # Row-wise: each rank sums over its part of K, and y is the sum over the ranks.
         if of_weight.is_shard(1):
             return cls(mesh, shape, split, placed.Partial(), split, placed.Shard(1), whole)
+        # The weight is whole, and each rank has tokens of its own.
         if of_x.is_shard() and not of_x.is_shard(last):
             return cls(mesh, shape, of_x, of_x, of_x, placed.Partial(), placed.Partial())
         return cls(mesh, shape, whole, whole, whole, whole, whole)
@@ -168,6 +173,7 @@ class Places(NamedTuple):
             _check_received(layer.fqn, x._local_tensor, plan.recipe)
         cut, of_w = self._cut_of(weight), sources.w
         if cut is not None and _reaches_over_ranks(layer, plan, cut):
+            # Eager code keeps for backward what forward reduced; compiled code has it saved in the graph.
             of_w = of_w.over(cut.across if torch.compiler.is_compiling() else _ReducedOnce(cut, []).across)
         return sources._replace(w=of_w, distributed=True)
 
@@ -192,10 +198,12 @@ class Places(NamedTuple):
             # Zero on all ranks but one, with all of the gradient: where graphs of ranks differ in more than a number, a
             # partitioner may repeat collectives in the backward of some, which then wait for ever.
             bias = bias - bias.detach() * float(self.mesh.get_local_rank() > 0)
+        # Gradients are placed as backward's GEMMs make them: no collective is added here.
         return x.to_local(grad_placements=(self.dx,)), weight.to_local(grad_placements=(self.dw,)), bias
 
     def whole(self, y: torch.Tensor) -> "DTensor":
         """The layer's output, of this rank's."""
+        # Given, because DTensor would infer the whole shape from this rank's part, as if all parts were as large.
         stride = torch.empty(self.shape, dtype=y.dtype, device="meta").stride()
         return torch.distributed.tensor.DTensor.from_local(
             y, self.mesh, (self.y,), run_check=False, shape=torch.Size(self.shape), stride=stride

@@ -98,11 +98,13 @@ class Float8Matmul(torch.autograd.Function):
         after = small_part_of(matrix, dy_row or dy_col if amax is None else None)
         dx = dw = dbias = None
         if need_dx:
+            # dx (M, K) = dy (M, N) @ w (N, K)
             w_col = weight_columnwise(w, w_row, ctx.call, after)
             dx = gemm(plan.dgrad, recipe.dgrad, dy_row or matrix, w_col, dtype)
             dx = dx if dy.dim() == 2 else dx.reshape(*dy.shape[:-1], w.shape[1])
             del dy_row, w_col  # as large as what wgrad needs now; of an output projection a byte a logit
         if need_dw:
+            # dw (N, K) = dy.t() (N, M) @ x (M, K)
             x_col = x_columnwise(saved, ctx.kept, ctx.call, after)
             dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
@@ -117,6 +119,7 @@ def fprop(
     plan, dtype, _ = call
     x_row, saved, kept = cast_x(x, call, keep_x)
     w_row = weight_rowwise(w, call)
+    # y (M, N) = x (M, K) @ w.t() (K, N)
     y = gemm(plan.fprop, plan.recipe.fprop, x_row, w_row, dtype)
     if bias is not None:
         y = y + bias.to(dtype)

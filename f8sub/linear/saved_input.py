@@ -69,6 +69,7 @@ def cast_x(
     if x.dtype is not dtype:
         matrix = matrix.to(dtype)
     rowwise, columnwise = plan.recipe.fprop.a, plan.recipe.wgrad.b
+    # x came from other ranks in float8: its rowwise codes are all there is of it.
     if sources.distributed and isinstance(matrix, Float8Tensor):
         received = present(matrix.rowwise)
         if columnwise is None:

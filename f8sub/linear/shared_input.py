@@ -106,6 +106,7 @@ def close_scope(module: torch.nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
     stack = _scopes.stack
+    # Scopes above this module's are of forwards that were interrupted: torch called none of their hooks.
     if any(scope.owner == id(module) for scope in stack):
         while stack.pop().owner != id(module):
             pass
@@ -143,6 +144,7 @@ def ends_of(offs: torch.Tensor) -> torch.Tensor:
     if (scope := _scope_in(_scopes.of_tokens, offs)) is None:
         return offs.to(torch.int32)
     if scope.ends is None or scope.offs is None or not scope.offs.is_of(offs):
+        # Tokens that were cast for other ends are cast again.
         scope.offs, scope.ends, scope.x = _Seen(offs), offs.to(torch.int32), None
     return scope.ends
 
@@ -181,6 +183,7 @@ def cast_or_share(
     is_compiled = torch.compiler.is_compiling()
     scope = None if is_compiled else _scope_for(x, sources, groups)
     multiple = 1 if groups is None else plan.multiple
+    # A sibling that needs other codes of the same x makes its own.
     key = matrix.dtype, formats, plan.any_layout, multiple, source.key
     if scope is not None and scope.x is not None and scope.key == key and scope.x.is_of(x):
         made, event = scope.made, scope.event
@@ -189,6 +192,7 @@ def cast_or_share(
         event = None if is_compiled else next(events)
         if scope is not None:
             scope.x, scope.key, scope.made, scope.event = _Seen(x), key, made, event
+    # Each sibling's source keeps the amax, and knows by the event that it is of one x.
     if made.amax is not None:
         source.keep(made.amax, event)
     return made  # type: ignore[no-any-return]

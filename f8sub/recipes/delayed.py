@@ -76,6 +76,7 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         for name in ("margin", "dy_margin"):
             margin = getattr(self, name)
+            # Not isinstance: True is an int.
             if type(margin) not in (int, float) or not 0 <= margin <= MOST_MARGIN:
                 raise Float8ConfigError(f"{name} is 0 to {MOST_MARGIN} powers of two, got {margin!r}")
         for name in ("interval", "amax_history_len"):
@@ -89,6 +90,7 @@ class DelayedScaling:
             algorithm = getattr(self, name)
             if algorithm not in others and not callable(algorithm):
                 raise Float8ConfigError(f"{name} is {words} or a callable, got {algorithm!r}")
+            # Recipes are keys of dicts.
             if not isinstance(algorithm, Hashable):
                 raise Float8ConfigError(
                     f"{name} is a callable that tells recipes apart, and {algorithm!r} has no hash; define __hash__, "

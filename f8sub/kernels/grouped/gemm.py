@@ -53,6 +53,7 @@ def triton_by_rows(
 ) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``gemm_launch.product_by_rows``."""
     experts, cols, depth = b.data.shape
+    # There is nothing to launch.
     if 0 in (rows.total, experts):
         return a.data.new_zeros((rows.total, cols), dtype=out_dtype)
     from f8sub.kernels.triton.gemm_launch import product_by_rows
@@ -153,7 +154,9 @@ def _scaled_rows(
 ) -> torch.Tensor:
     a_scale, experts = a.scale_inv[:, 0], len(groups.ends)
     if a.edge == ALL:
+        # torch takes a scale for each row of tokens, so each row gets its group's.
         a_scale = a_scale[groups.of_row().clamp(max=experts - 1)]
+    # The operator returns bfloat16 alone.
     y = aten_scaled_grouped_mm(
         a.data,
         b.data.contiguous().transpose(1, 2),
@@ -272,6 +275,7 @@ def one_by_one(
 
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N) in x's dtype, with zeros in the rows past the last group."""
+    # On a GPU torch's grouped product takes bfloat16 alone.
     if x.is_cuda:
         y = torch.nn.functional.grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
         return clear_past(y.to(x.dtype), groups.ends)

@@ -50,6 +50,7 @@ class Groups(NamedTuple):
     def of_row(self) -> torch.Tensor:
         """int64, (rows,): the group of each row of groups that follow each other; E for rows past the last one."""
         row = torch.arange(self.rows, device=self.ends.device, dtype=self.ends.dtype)
+        # To the right of equal ends: a group without rows has none.
         return torch.searchsorted(self.ends, row, right=True)
 
     def aligned(self, edge: int) -> "Groups":
@@ -63,6 +64,7 @@ class Groups(NamedTuple):
         """(rows,): the row of ``compact`` that each row of these aligned groups is, ``compact.rows`` for none."""
         row = torch.arange(self.rows, device=self.first.device, dtype=self.first.dtype)
         group = self.of_aligned_row()
+        # Rows between two aligned groups come after the end of the first.
         return torch.where(
             row < self.ends[group], row - self.first[group] + compact.first[group], compact.rows
         )
@@ -151,6 +153,7 @@ class Tokens(NamedTuple):
         scale = reference.spread(
             self.scale_inv.float()[tile], Tile(1, cols), torch.Size((groups.rows, codes.shape[1]))
         )
+        # As bytes, because torch does not index float8 on every device.
         return codes.view(torch.uint8)[place].view(codes.dtype), scale, is_none
 
 
@@ -191,11 +194,13 @@ def quantize_tokens(
     rows, cols = tile.rows, tile.cols
     found = laid_out(groups, rows, multiple)
     if found is not groups:
+        # Rows of no group are read from one more row, of zeros.
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])[found.source_in(groups)]
     amax = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(1, cols))
     if rows == ALL:
         of_row = groups.of_row() if found is groups else found.of_aligned_row()
         count = len(groups.ends)
+        # The last entry takes the rows past the last group.
         per_group = amax.new_zeros(count + 1, amax.shape[1])
         per_group.scatter_reduce_(0, of_row[:, None].expand_as(amax), amax, "amax")
         scales = scales_from_amax(per_group[:count], format)
@@ -308,6 +313,7 @@ def quantize_weights(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
     """Codes of ``w``, (E, N, K) in high precision, with tiles that begin anew in every expert."""
     count, rows, cols = w.shape
     edge = rows if format.tile.rows == ALL else format.tile.rows
+    # Up to whole tiles, so that each expert begins with a new one; zeros raise no amax.
     filled = torch.nn.functional.pad(w, (0, 0, 0, -rows % edge))
     flat = replace(format, tile=Tile(edge, format.tile.cols))
     made = reference.quantize(filled.reshape(-1, cols), flat, None).rowwise

@@ -64,6 +64,7 @@ def seen_as_one(
     device = rows.device.type
     if autocast_dtype(device) is None:
         return grouped_mm(left, right, offs=ends)
+    # Autocast would cast the factors, which hold no values.
     with torch.autocast(device, enabled=False):
         return grouped_mm(left, right, offs=ends)
 
@@ -137,6 +138,7 @@ def _rows(
     left, right, backend = how.split()
     tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
     experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
+    # The fake's strides are the promise.
     return GROUPED[backend].rows(tokens, experts, groups, out_dtype, fast_accum).contiguous()
 
 

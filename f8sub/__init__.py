@@ -109,7 +109,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public: the folders that hold it are not."""
+    """Return the public names; the folders that hold them are not public."""
     return sorted(
         [*__all__, *(name for name in globals() if name.startswith("__")), "optim", "tensor_parallel"]
     )

@@ -43,6 +43,7 @@ def prefer_cudnn_attention() -> Iterator[bool]:
 
 def preferred_order() -> list[SDPBackend]:
     """The kernels that are enabled, cuDNN's first; none where torch's own order stays."""
+    # ROCm has no cuDNN.
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return []
     cuda = torch.backends.cuda
@@ -63,6 +64,7 @@ def settle_order() -> None:
 
     Made inside of the block instead, it would replace the block's order, and the one from before it would return after.
     """
+    # A capture would record the call.
     if not torch.cuda.is_current_stream_capturing():
         with torch.no_grad():
             q = torch.zeros(1, 1, 8, 8, device="cuda", dtype=torch.bfloat16)

@@ -124,6 +124,7 @@ def launching(reason: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # By value, because another thread may have entered a block since.
         _reasons.remove(reason)
 
 

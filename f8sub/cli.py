@@ -118,6 +118,7 @@ def run_inspect(arguments: argparse.Namespace) -> tuple[str, int]:
     Raises:
         Float8ConfigError: see ``load`` and ``estimate``.
     """
+    # One number of GPUs shards the weights over all of them; two are HSDP's replicas and shards.
     sizes = arguments.mesh.split("x")
     if not all(map(str.isdecimal, sizes)):
         raise Float8ConfigError(
@@ -235,6 +236,7 @@ def run_export(arguments: argparse.Namespace) -> tuple[str, int]:
     folder = Path(arguments.checkpoint)
     if not folder.is_dir():
         raise Float8ConfigError(f"{folder} is no folder, and a checkpoint is one")
+    # Before anything is loaded or written.
     if arguments.model is None and not (folder / CONFIG).exists():
         raise Float8ConfigError(
             f"{folder} has no {CONFIG} that says what model it is of; give --model: {FORMS}"
@@ -268,6 +270,7 @@ def run_export(arguments: argparse.Namespace) -> tuple[str, int]:
 
 def _progress() -> Any:
     """A bar over the tensors where a terminal looks on and rich is installed, beside what is printed."""
+    # In a log a bar is noise.
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         return iter
     from rich.console import Console
@@ -299,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         text, status = arguments.run(arguments)
+    # Any other error is a bug, and shows where it came from.
     except (Float8ConfigError, Float8ShapeError, Float8NumericsError, OSError) as error:
         sys.stderr.write(f"f8sub: {error}\n")
         return FAILED if isinstance(error, Float8NumericsError | OSError) else WRONG_USE
@@ -334,4 +338,5 @@ def _show(text: str) -> None:
     shown.highlight_regex(re.compile(r"^\S.*$", re.MULTILINE), "bold")
     shown.highlight_regex(re.compile(r"(failed|slow)$", re.MULTILINE), "red")
     shown.highlight_regex(re.compile(r"native$", re.MULTILINE), "green")
+    # Rows of tables are not to be broken at the terminal's width.
     Console(soft_wrap=True).print(shown)

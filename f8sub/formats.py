@@ -113,6 +113,7 @@ class Tile:
             matrix: how an error calls it.
         """
         edge = (self.rows, self.cols)[dim]
+        # Parts of whole tiles are right, and so are parts within one tile, and a matrix no larger than a tile.
         if edge != ALL and part and part % edge and edge % part and whole > edge:
             raise Float8ConfigError(
                 f"{matrix} is cut into parts of {part} of {whole} {('rows', 'columns')[dim]}, and a scale's tile has "
@@ -174,6 +175,7 @@ class Float8Format:
         return hash(self.name)
 
     @classmethod
+    # Cached, because operators parse the formats of their operands in every call.
     @functools.cache
     def parse(cls, name: str) -> "Float8Format":
         """The format of that name; any other word is a ``Float8ConfigError``."""
@@ -232,6 +234,7 @@ _IN_WORDS = {
     ScaleRule.TWO_LEVEL: "two-level scales",
 }
 
+# What ``Float8Format.name`` is put together as.
 _NAME = re.compile(
     rf"(?P<dtype>{'|'.join(_NAMES.values())})"
     r"\[(?P<rows>all|\d+)x(?P<cols>all|\d+)"

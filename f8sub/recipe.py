@@ -39,6 +39,7 @@ class GemmSpec:
             raise Float8ConfigError(
                 f"a GEMM takes both operands in float8 or neither, got a={self.a}, b={self.b}"
             )
+        # A transform along K cancels where both operands have it, and both are filled up to the same K.
         along = {(f.hadamard, f.depth_multiple) for f in (self.a, self.b) if f is not None}
         if len(along) > 1:
             raise Float8ConfigError(
@@ -138,6 +139,7 @@ def get_recipe(recipe: Recipe | str, **options: Any) -> Recipe:
         )
     if recipe not in recipe_names():
         raise unknown("recipe", recipe, recipe_names(), ", or pass an f8sub.Recipe")
+    # Here, because recipes import this module.
     module: Any = importlib.import_module(f"{recipes.__name__}.{recipe}")
     if not options:
         return cast(Recipe, module.RECIPE)

@@ -227,6 +227,7 @@ def require_attributes(need: Need, *objects: object) -> None:
     """
     for each in objects:
         kind = type(each)
+        # A model has thousands of parameters, and a few classes of them.
         if (need, kind) in _known:
             continue
         wanted = [need.attributes[cls.__name__] for cls in kind.__mro__ if cls.__name__ in need.attributes]
@@ -305,6 +306,7 @@ class _Missing:
         raise _error(CONVERSION, [f"{self._path} is missing"])
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        # A class that derives from what is missing can still be defined.
         return ()
 
 
@@ -383,6 +385,7 @@ def flattened_by_fsdp1(model: torch.nn.Module, modules: Iterable[torch.nn.Module
 
 
 def _is_called_by_fsdp1() -> bool:
+    # A module does not know what wraps it, but the wrapper's forward is on the stack.
     code = torch.distributed.fsdp.FullyShardedDataParallel.forward.__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
@@ -518,6 +521,7 @@ def reduce_dtype(group: Any) -> torch.dtype:
     Where the policy has no ``reduce_dtype`` it is ``param_dtype`` until torch 2.14. From 2.15 on it is what the
     parameters' ``grad_dtype`` promote to, which is the sharded parameter's own dtype unless it was set.
     """
+    # Frozen parameters have no gradient.
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
     found = []
     for param in trained:
@@ -810,6 +814,7 @@ def untraced(function: Function) -> Function:
             return function(*args, **kwargs)
         return torch.compiler.disable(function)(*args, **kwargs)
 
+    # The mark of ``torch.compiler.disable``, for dynamo that traces a call.
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cast(Function, call)
 

@@ -151,6 +151,7 @@ def quantize_in_graph(
 def _in_graph(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor]:
+    # torch's mode of selective checkpointing shows it, or the tag that dynamo gives a node.
     is_checkpointed = bool(policies()) or "recompute" in get_current_meta()
     row = None if rowwise is None else Float8Format.parse(rowwise)
     if row is None or columnwise is None or not is_checkpointed or not is_fusible(row):
@@ -291,6 +292,7 @@ def _quantize_groups(
     for format, codes, contracted in zip((row, col), made, (False, True), strict=True):
         if format is not None and codes is not None:
             scale_inv = codes.scale_inv
+            # The fake promises these strides.
             if not codes.is_laid_out:
                 scale_inv = empty_scale_inv_of_groups(x, format, codes.groups, contracted=contracted).copy_(
                     scale_inv

@@ -81,6 +81,7 @@ def cast_x(
     row = made.rowwise
     if how is None:
         return row or matrix, (), CODES
+    # wgrad is in high precision, so x itself is saved.
     if columnwise is None:
         return row or matrix, (matrix,), IN_HIGH_PRECISION
     if how == FLOAT8:

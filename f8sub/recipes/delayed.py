@@ -120,6 +120,7 @@ class DelayedScaling:
                 f"recipe {recipe.name!r}: delayed scaling of no GEMM; leave one in float8"
             )
         for name, formats in read.items():
+            # A history is of one tensor, so both of its usages share the scale.
             one_scale = all(f.tile.is_whole and f.scale_rule.stored_as == torch.float32 for f in formats)
             if len(set(formats)) > 1 or not one_scale:
                 raise Float8ConfigError(

@@ -94,6 +94,7 @@ def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def _run_triton(product: Callable[..., Any], a: Operand, b: Operand, rows: Rows, *how: Any) -> torch.Tensor:
+    # Imported where it runs, because installations without a GPU may lack Triton.
     from f8sub.kernels.triton.launch import Launches, run
 
     def make() -> Launches:
@@ -197,6 +198,7 @@ def _triton_rows(
 def _triton_weights(
     a: Tokens, b: Tokens, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
+    # Scales of tokens have a row for each tile along the tokens, which is K here; an operand's have a column.
     left, right = (
         Operand(one.data, one.scale_inv if one.edge == ALL else one.scale_inv.t(), one.format)
         for one in (a, b)

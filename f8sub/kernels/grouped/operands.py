@@ -57,6 +57,7 @@ class Groups(NamedTuple):
         """The same groups, each from a multiple of ``edge`` on, in a buffer that has room for any groups."""
         counts = self.ends - self.first
         room = (counts + (edge - 1)) // edge * edge
+        # torch sums int32 to int64.
         first = (room.cumsum(0) - room).to(self.ends.dtype)
         return Groups(first, first + counts, aligned_rows(self.rows, len(counts), edge))
 
@@ -165,7 +166,7 @@ def as_rows(scale_inv: torch.Tensor) -> torch.Tensor:
 def empty_scale_inv(
     like: torch.Tensor, format: Float8Format, groups: Groups, *, contracted: bool
 ) -> torch.Tensor:
-    """Return the memory for ``Tokens.scale_inv`` of a matrix ``like``, (any, K), in groups.
+    """Return uninitialized memory for ``Tokens.scale_inv`` of a matrix ``like``, (any, K), in groups.
 
     Rowwise scales of 1x128 are column-major, as products read them.
     """
@@ -196,6 +197,7 @@ def quantize_tokens(
     if found is not groups:
         # Rows of no group are read from one more row, of zeros.
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])[found.source_in(groups)]
+    # Along each row first, then over the rows of a tile or a group.
     amax = largest(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), Tile(1, cols))
     if rows == ALL:
         of_row = groups.of_row() if found is groups else found.of_aligned_row()
@@ -239,6 +241,7 @@ def quantize_with_prior(
     format = present(rowwise or columnwise)
     of_row, count = groups.of_row(), len(groups.ends)
     magnitude = x.abs().float().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # Finite magnitudes make the scale; the amax of all shows what is not finite.
     both = torch.stack((magnitude.masked_fill(magnitude.isinf(), 0.0), magnitude), 1).amax(2)
     # Rows past the last group are of one group more.
     found = both.new_zeros(count + 1, 2).scatter_reduce_(0, of_row[:, None].expand_as(both), both, "amax")
@@ -302,7 +305,7 @@ def seen_transposed(format: Float8Format) -> Float8Format:
 
 
 def empty_codes(like: torch.Tensor, format: Float8Format) -> ExpertWeights:
-    """Return the memory for the codes of ``like``, (E, N, K), and for their scales, both contiguous."""
+    """Return uninitialized memory for the codes of ``like``, (E, N, K), and their scales, both contiguous."""
     count, rows, cols = like.shape
     data = like.new_empty((count, rows, cols), dtype=format.dtype)
     scales = count, *format.tile.scale_shape((rows, cols))

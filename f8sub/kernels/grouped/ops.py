@@ -57,6 +57,7 @@ def seen_as_one(
         weight: (E, N, K), or codes of it.
         ends: as of ``grouped_mm``.
     """
+    # Most calls are under no mode, and other modes may look into the product.
     if not dispatch_stack_size() or not any(map(_is_of_checkpointing, dispatch_modes())):
         return run()
     left, right = _Factor(rows.shape, rows), _Factor(weight.transpose(1, 2).shape, weight)
@@ -82,6 +83,7 @@ def rows(
     if not torch.compiler.is_compiling():
         multiply = functools.partial(GROUPED[backend].rows, a, b, groups, dtype, spec.fast_accum)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
+    # An operator takes tensors, numbers and words: groups go as tensors, formats by name.
     lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
     how = f"{a.format.name} {b.format.name} {backend}"
     left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]

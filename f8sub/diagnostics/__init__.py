@@ -1,1 +1,1 @@
-"""What float8 does to a model, measured or reported: Monitor, sensitivity, compare, reports, doctor."""
+"""Measures and reports what float8 does to a model: Monitor, sensitivity, compare, reports, doctor."""

@@ -1,4 +1,4 @@
-"""The bytes of every weight, predicted: weights, wire, saved for backward, transient; beside bf16's."""
+"""Predicts the bytes of every weight: weights, wire, saved for backward, transient; beside bf16's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a layer, or several, take.
+    """Holds the bytes that one layer, or several, take.
 
     Attributes:
         master: the high-precision weight; of a sharded one this rank's shard, padding included.
-        codes: what is kept of a weight's codes from step to step, scale tables aside; of a sharded one with a master
-            nothing.
+        codes: float8 data of a weight that stays from step to step, scale tables aside; nothing for a sharded one with
+            a master.
         wire: what an all-gather of the weight fills on a rank. A step has one, two where it is resharded after forward.
         saved: of x, from forward to backward; nothing where a sibling saves the same x, or what made it does.
         transient: what backward has at once, and frees: the gathered weight, and the operands that it makes. Of several
@@ -53,7 +53,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One linear layer's, or of one weight of experts.
+    """Holds the bytes of one linear layer, or of one weight of experts.
 
     Attributes:
         fqn: its name in the model.
@@ -72,11 +72,13 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class ByteAccount:
-    """All linear layers', and experts'. ``str()`` is a table of MB, equal layers in one row: as they are / in bf16.
+    """Holds the bytes of all linear layers and experts.
+
+    ``str()`` is a table of MB, equal layers in one row: as they are / in high precision.
 
     Attributes:
         layers: in the model's order.
-        tokens: of one forward.
+        tokens: tokens of one forward.
         dtype: the high precision.
     """
 
@@ -86,12 +88,12 @@ class ByteAccount:
 
     @property
     def here(self) -> Bytes:
-        """The sum."""
+        """The sum of all layers, as they are."""
         return sum((layer.here for layer in self.layers), Bytes())
 
     @property
     def high_precision(self) -> Bytes:
-        """The sum, in high precision."""
+        """The sum of all layers, in high precision."""
         return sum((layer.high_precision for layer in self.layers), Bytes())
 
     def __str__(self) -> str:
@@ -127,11 +129,11 @@ def byte_account(
     shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
     saved_inputs: Iterable[str] = SAVED_INPUTS,
 ) -> ByteAccount:
-    """What the linear layers of ``model`` take, and nothing else; of a sharded model on this rank.
+    """Count the bytes that the linear layers of ``model`` take, and nothing else; of a sharded model on this rank.
 
-    A model that is not sharded has no wire yet: told are that of ``fully_shard`` on all of it, padding of uneven shards
-    aside, and what backward would have at once under it. ``keep_x="auto"`` is counted as eager code has it without
-    hooks; compiled it is float8. Biases are left out.
+    A model that is not sharded has no wire yet: the report has that of ``fully_shard`` on all of it, padding of uneven
+    shards aside, and what backward would have at once under it. ``keep_x="auto"`` is counted as eager code has it
+    without hooks; compiled it is float8. Biases are left out.
 
     Args:
         model: converted or not, on any device, meta included.
@@ -164,7 +166,7 @@ def byte_account(
 
 
 class WeightBytes(NamedTuple):
-    """A weight.
+    """Describes how a weight is stored and sharded.
 
     Attributes:
         shape: (N, K) that GEMMs read.
@@ -182,7 +184,7 @@ class WeightBytes(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, *, sharded: bool) -> WeightBytes:
-        """Of a parameter; one of experts counts as the matrix of all experts' rows."""
+        """Describe a parameter; one of experts counts as the matrix of all experts' rows."""
         local = local_tensor(weight)
         master = master_of(local) if isinstance(local, PrimaryWeight) else local
         if is_dtensor(weight) and sharded:
@@ -193,13 +195,13 @@ class WeightBytes(NamedTuple):
         return cls(shape, local.numel(), 1, None, master)
 
     def in_high_precision(self, saved: int, dtype: torch.dtype) -> Bytes:
-        """Where the layer stays in high precision."""
+        """Return the bytes of a layer that stays in high precision and saves so many bytes of x."""
         master = 0 if self.master is None else self.elements * self.master.dtype.itemsize
         gathered = self.world * self.elements * dtype.itemsize
         return Bytes(master, 0, gathered, saved, gathered)
 
     def sent(self, format: Float8Format) -> int:
-        """Bytes of the codes that this rank sends."""
+        """Return the bytes of float8 data that this rank sends."""
         if self.layout is None:
             return sent_bytes(format, *self.shape)
         rows, width = WireFormat(format, self.layout).padded_shape
@@ -207,7 +209,7 @@ class WeightBytes(NamedTuple):
 
 
 def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
-    """How eager code keeps the layer's x."""
+    """Return how eager code keeps the layer's x: a value of ``keep_x`` other than "auto"."""
     if layer.keep_x != AUTO:
         return layer.keep_x
     free = saved_anyway and why_not_kept(layer.plan.recipe, HIGH_PRECISION) is None
@@ -217,7 +219,7 @@ def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
 def _in_float8(
     layer: Float8Linear, weight: WeightBytes, plain: Bytes, x_bytes: int, tokens: int, how: str
 ) -> Bytes:
-    """Of a converted layer, of what ``plain`` says of it in high precision."""
+    """Return the bytes of a converted layer, given ``plain``, those in high precision."""
     row, made = layer.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))
     saved = _saved(layer, weight.shape[1], x_bytes, tokens, how)
     if row is None:
@@ -234,20 +236,20 @@ def _in_float8(
 
 
 def _saved(layer: Float8Linear, cols: int, x_bytes: int, tokens: int, how: str) -> int:
-    """What the layer saves of an x of ``tokens`` rows, of which ``x_bytes`` in high precision would be new."""
+    """Return the bytes that the layer saves of an x (tokens, cols), which adds ``x_bytes`` in high precision."""
     if not layer.weight.requires_grad:
         return 0
     return saved_x_bytes(layer.plan.recipe, tokens, cols, x_bytes, how) + _own_scale(layer, how)
 
 
 def _own_scale(layer: Float8Linear, how: str) -> int:
-    """The delayed scale that a layer saves beside a high-precision x, and shares with no sibling."""
+    """Return the bytes of the delayed scale that a layer saves beside a high-precision x, shared with no sibling."""
     kept = how == HIGH_PRECISION and layer.plan.recipe.formats("x")[1] is not None
     return 4 if kept and layer.plan.recipe.delayed is not None else 0
 
 
 def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, how: str) -> Iterator[int]:
-    """Bytes of each float8 operand of dgrad and wgrad that is neither saved nor a view of another."""
+    """Yield the bytes of each float8 operand of dgrad and wgrad that is neither saved nor a view of another."""
     recipe, (rows, cols) = layer.plan.recipe, shape
     (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (recipe.formats(name) for name in OPERANDS)
 
@@ -269,7 +271,7 @@ def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, 
 
 
 def _once(counted: Bytes, key: object, seen: set[object], own: int = 0) -> Bytes:
-    """``counted``; of what is saved only ``own`` where ``key`` was met before."""
+    """Return ``counted``, with only ``own`` bytes saved if ``key`` was met before."""
     if not counted.saved:
         return counted
     if key in seen:
@@ -288,11 +290,11 @@ def _megabytes(count: int) -> str:
 
 
 def expert_bytes(model: torch.nn.Module, tokens: int, dtype: torch.dtype) -> Iterator[LayerBytes]:
-    """Of each weight of experts whose seam is known, however many tokens each expert gets; where they lie aside.
+    """Count the bytes of each weight of experts whose seam is known, however the tokens are divided among experts.
 
     Args:
-        model: converted or not; of a sharded one told is this rank's.
-        tokens: of one forward, before they are sent to experts.
+        model: converted or not; of a sharded one this rank's part counts.
+        tokens: tokens of one forward, before they are sent to experts.
         dtype: the high precision, FSDP2's ``param_dtype``.
     """
     modules: dict[str, Any] = dict(model.named_modules())
@@ -308,7 +310,7 @@ def expert_bytes(model: torch.nn.Module, tokens: int, dtype: torch.dtype) -> Ite
 def _described(
     module: Any, name: str, product: Product, weight: WeightBytes, rows: int, dtype: torch.dtype
 ) -> LayerBytes:
-    """Of one weight, of whose tokens' copies there are ``rows``, those of all experts."""
+    """Count the bytes of one weight that multiplies ``rows`` tokens, those of all experts together."""
     learns = own_parameter(module, name).requires_grad
     x = 0 if product.shares_x or not learns else rows * product.cols * dtype.itemsize
     plain = weight.in_high_precision(x, dtype)
@@ -345,7 +347,7 @@ def _experts_in_float8(
 
 
 def _weight_made_in_backward(module: ConvertedModule, product: Product) -> int:
-    """Of the columnwise operand, where it is no view of the rowwise codes."""
+    """Return the bytes of the columnwise operand; 0 if it is a view of the rowwise data."""
     row, col = module.plan.recipe.formats("w")
     if col is None or (row is not None and row.tile.is_transpose_of(col.tile)):
         return 0

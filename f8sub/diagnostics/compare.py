@@ -1,4 +1,4 @@
-"""compare: a model in float8 and in bf16 on the same batches, beside the noise that bf16 has by itself.
+"""Compares a model in float8 and in bf16 on the same batches, beside the noise that bf16 has by itself.
 
 The noise is that of linear layers whose sums run in another order, which are as exact as before.
 """
@@ -24,7 +24,7 @@ from f8sub.weights.precompute_scales import precompute_scales
 
 
 def checked_loss(loss: object) -> torch.Tensor:
-    """The loss as it is.
+    """Return the loss unchanged, once it is checked.
 
     Raises:
         Float8ConfigError: it is no tensor of one element, or has no gradient.
@@ -68,7 +68,7 @@ def _permuted(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _order(size: int, device: torch.device) -> torch.Tensor:
-    """The same permutation whenever it is asked for, without a draw from torch's global generators."""
+    """Return a permutation, int64, that is the same at every call and draws nothing from torch's global generators."""
     generator = torch.Generator("cpu").manual_seed(size)
     return torch.randperm(size, generator=generator, dtype=torch.int64, device="cpu").to(device)
 
@@ -172,7 +172,7 @@ def _loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 class _Runs(NamedTuple):
-    """All runs, alike but for what is done to their model and around its forward."""
+    """Runs copies of a model, which differ only in what is done to them and around their forward."""
 
     model: torch.nn.Module
     batches: list[Any]
@@ -184,7 +184,7 @@ class _Runs(NamedTuple):
     def __call__(
         self, mode: OtherOrder | None, change: Callable[[torch.nn.Module], Any] | None = None
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Losses by batch, and gradients by parameter."""
+        """Run one copy; return the losses by batch, and the gradients by parameter."""
         model = copy.deepcopy(self.model)
         model.zero_grad()
         if change is not None:
@@ -231,7 +231,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _differences(
     run: str, found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
 ) -> list[Gradient]:
-    """Cosine and relative error of each gradient that is not 0."""
+    """Return the cosine and relative error of each gradient that is not 0."""
     rows = []
     for name, exact in reference.items():
         a, b = found[name].flatten().double(), exact.flatten().double()

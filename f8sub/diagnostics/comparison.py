@@ -1,4 +1,4 @@
-"""What compare found: losses and gradients by run, a table of them, and a page with plots."""
+"""Holds what compare found: losses and gradients by run, a table of them, and a page with plots."""
 
 import html
 import os
@@ -26,7 +26,7 @@ USUAL = (
 
 
 class Gradient(NamedTuple):
-    """A parameter's gradient beside that in bf16.
+    """Compares a parameter's gradient with that in bf16.
 
     Attributes:
         run: label of the run.
@@ -42,7 +42,7 @@ class Gradient(NamedTuple):
 
 
 class LossDifference(NamedTuple):
-    """The losses of a run beside those in bf16.
+    """Compares the losses of a run with those in bf16.
 
     Attributes:
         loss: mean over the batches, or the last one's where each run was trained.
@@ -59,7 +59,7 @@ class LossDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Float8 against bf16. ``str()`` is a table.
+    """Compares runs in float8 with one in bf16. ``str()`` is a table.
 
     Attributes:
         losses: by run, a number a batch; ``"bf16"`` and ``"bf16, other order of sums"`` are the first two.
@@ -73,11 +73,11 @@ class Comparison:
 
     @property
     def runs(self) -> list[str]:
-        """Labels of the runs in float8."""
+        """The labels of the runs in float8."""
         return [run for run in self.losses if run not in (REFERENCE, NOISE)]
 
     def loss(self, run: str) -> LossDifference:
-        """How far a run's losses are from bf16's, and from what bf16 itself is sure of."""
+        """Return how far a run's losses are from bf16's, also as a multiple of bf16's own noise."""
         self._check(run)
         exact, found = self.losses[REFERENCE], self.losses[run]
         told = slice(-1, None) if self.trained else slice(None)
@@ -87,7 +87,7 @@ class Comparison:
         return LossDifference(means[0], means[0] - means[1], rms, times)
 
     def worst(self, count: int = 8, run: str | None = None) -> list[Gradient]:
-        """The gradients with the largest error, of one run or of all in float8."""
+        """Return the gradients with the largest error, of one run or of all in float8."""
         if run is not None:
             self._check(run)
         chosen = [row for row in self.gradients if row.run == run or (run is None and row.run != NOISE)]
@@ -98,7 +98,7 @@ class Comparison:
             raise Float8ConfigError(f"no run is called {run!r}; there is {', '.join(map(repr, self.losses))}")
 
     def __str__(self) -> str:
-        """A table of the losses, one of the worst gradients, and what is usual."""
+        """Return a table of the losses, one of the worst gradients, and what is usual."""
         losses, worst = (
             "\n".join(text_table((), table, "l" + "r" * (len(table[0]) - 1)))
             for table in (self._losses(), self._worst())

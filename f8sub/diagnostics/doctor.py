@@ -1,4 +1,4 @@
-"""The diagnosis of a machine: what is native, what is not and why, and what to do about it; as a page of 80 columns.
+"""Diagnoses a machine: what is native, what is not and why, and what to do about it; as a page of 80 columns.
 
 What f8sub needs of torch beyond what that documents is looked at, and FSDP2's part tried with one small layer.
 """
@@ -28,7 +28,7 @@ ROWS, COLS = 32, 48
 
 @dataclass(frozen=True, slots=True)
 class TorchNames:
-    """What was found of one ``torch_compat.Need``.
+    """Holds what was found of one ``torch_compat.Need``.
 
     Attributes:
         purpose: what it is needed for.
@@ -42,7 +42,7 @@ class TorchNames:
 
 
 def look_at_torch() -> tuple[TorchNames, ...]:
-    """Every need, those of FSDP2 by sharding a layer over one rank, too, where this process has no ranks yet."""
+    """Look at every need of torch; try those of FSDP2 on a layer sharded over one rank, if there are no ranks yet."""
     found = {need: "; ".join(problems(need)) or None for need in NEEDS}
     if not any(found.values()) and not dist.is_initialized():
         distributed: Any = dist
@@ -91,7 +91,7 @@ BLOCKS_ON_HOPPER = (12, 9)
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What ``doctor`` found.
+    """Holds what ``doctor`` found.
 
     Attributes:
         version: of f8sub.
@@ -111,7 +111,7 @@ class Diagnosis:
 
     @property
     def native(self) -> list[str]:
-        """Names of the recipes that gain speed here."""
+        """The names of the recipes that gain speed here."""
         return [proof.recipe for proof in self.proofs if proof.is_native]
 
     @property
@@ -121,7 +121,7 @@ class Diagnosis:
         return 0 if self.native and not wrong and all(n.problem is None for n in self.torch_names) else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """Return all of it, as JSON takes it."""
         found = asdict(self)
         for proof, row in zip(self.proofs, found["proofs"], strict=True):
             row["native"], row["right"], row["verdict"] = proof.is_native, proof.is_right, proof.verdict
@@ -140,7 +140,7 @@ def doctor() -> Diagnosis:
 
 
 def _of_torch(names: tuple[TorchNames, ...], machine: Machine) -> Iterator[str]:
-    """What to do where torch is not as f8sub knows it."""
+    """Say what to do where torch is not as f8sub knows it."""
     for found in names:
         if found.problem is not None:
             instead = f", or {found.instead}" if found.instead else ""
@@ -150,7 +150,7 @@ def _of_torch(names: tuple[TorchNames, ...], machine: Machine) -> Iterator[str]:
 
 
 def _gemm_table(machine: Machine) -> tuple[str | None, bool]:
-    """What to say of the first GPU's table, and whether one should be made."""
+    """Return a description of the first GPU's table, and whether one should be measured."""
     if not machine.gpus or machine.gpus[0].capability != CAPABILITY or machine.triton is None:
         return None, False
     name = machine.gpus[0].name
@@ -251,7 +251,7 @@ WORDS = {
 
 
 def page(diagnosis: Diagnosis) -> str:
-    """The whole page."""
+    """Return the whole page."""
     found = len(diagnosis.native)
     verdict = f"{found} of {len(diagnosis.proofs)} recipes are native" if found else "no recipe is native"
     lines = [f"f8sub {diagnosis.version}: {verdict} on this machine", "", *_machine(diagnosis.machine), ""]
@@ -319,7 +319,7 @@ def _torch_names(names: tuple[TorchNames, ...]) -> Iterator[str]:
 
 
 def _reasons(proofs: tuple[Proof, ...]) -> Iterator[str]:
-    """Why products run by the reference, and what failed, recipes with the same reasons together."""
+    """Say why products run by the reference, and what failed, recipes with the same reasons together."""
     found: dict[str, list[str]] = {}
     for proof in proofs:
         own: dict[str, None] = {}

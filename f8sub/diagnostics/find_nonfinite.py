@@ -1,4 +1,4 @@
-"""find_nonfinite: where NaN or infinity came from, by layer, role and rank.
+"""Finds where NaN or infinity came from, by layer, role and rank.
 
 Of experts, operands and results of their products are searched. Rows that are of no expert may hold anything, and are
 left out.
@@ -29,7 +29,7 @@ from f8sub.weights.weight import local_tensor
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """NaN or infinity in one tensor of one layer.
+    """Names one tensor of one layer that has NaN or infinity.
 
     Attributes:
         layer: its name in the model.
@@ -47,7 +47,7 @@ class NonFinite:
 
 
 class Search:
-    """What ``find_nonfinite`` found; filled when its context is left.
+    """Holds what ``find_nonfinite`` found; filled when its context is left.
 
     Attributes:
         first: where NaN or infinity first was, in the order in which the layers ran; None where it was nowhere.
@@ -65,7 +65,7 @@ class Search:
 
     @staticmethod
     def is_bad(tensor: torch.Tensor) -> torch.Tensor:
-        """bool, (): whether an element is not finite."""
+        """Return whether an element is not finite: bool, (), on the tensor's device."""
         with torch.no_grad():
             local = local_tensor(tensor)
             if isinstance(local, Float8Tensor):
@@ -166,7 +166,7 @@ def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: tor
 def gradients_seen(
     search: Search, name: str, gradients: tuple[torch.Tensor | None, ...], dy: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """Hook of a node that makes dx and dw: look at both."""
+    """Look at dx and dw, in a hook of the node that computes both."""
     for role, gradient in zip(("dx", "dw"), gradients, strict=False):
         search.look(name, role, gradient)
 
@@ -232,7 +232,7 @@ def _is_of(product: Multiplied, module: torch.nn.Module, name: str) -> bool:
 
 
 def _nodes_of(y: torch.Tensor) -> Iterator[Any]:
-    """The nodes that make dx and dw of a product in float8: one, or one an expert."""
+    """Yield the nodes that compute dx and dw of a product in float8: one, or one per expert."""
     for node in (y.grad_fn, *(each for each, _ in y.grad_fn.next_functions)):  # type: ignore[union-attr]
         if node is not None and node.name().startswith(("GroupedMatmul", "Float8Matmul")):
             yield node

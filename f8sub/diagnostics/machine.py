@@ -1,4 +1,4 @@
-"""What a machine has: GPUs, versions, variables; nothing is imported for it but torch."""
+"""Looks at a machine: GPUs, versions, variables; nothing is imported for it but torch."""
 
 import importlib.metadata
 import importlib.util
@@ -39,12 +39,12 @@ VARIABLES = (
 """Variables of the environment that change a run's speed, or whether it starts."""
 
 SECONDS = 10
-"""What nvidia-smi may take."""
+"""Time limit of nvidia-smi, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """GPUs of one kind.
+    """Describes GPUs of one kind.
 
     Attributes:
         name: as the driver has it.
@@ -61,7 +61,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found; None for what there is not.
+    """Holds what was found; None for what there is not.
 
     Attributes:
         system: operating system and processor.
@@ -93,7 +93,7 @@ class Machine:
 
     @property
     def gpu_count(self) -> int:
-        """How many GPUs torch sees."""
+        """The number of GPUs that torch sees."""
         return sum(gpu.count for gpu in self.gpus)
 
 
@@ -123,7 +123,7 @@ def look() -> Machine:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package that can be imported."""
+    """Return the version of a package that can be imported; None for any other."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         return None
     try:
@@ -133,7 +133,7 @@ def version_of(package: str) -> str | None:
 
 
 def _gpus() -> tuple[tuple[GpuFacts, ...], str | None]:
-    """The GPUs, or why they cannot be used."""
+    """Return the GPUs, or why they cannot be used."""
     alike: dict[tuple[str, tuple[int, int], int], int] = {}
     for index in range(torch.cuda.device_count()):
         try:
@@ -151,7 +151,7 @@ def _nccl() -> str:
 
 
 def _by_nvidia_smi() -> list[str]:
-    """The driver's version, once a GPU; empty where there is no nvidia-smi, or it fails."""
+    """Return the driver's version, once per GPU; empty if there is no nvidia-smi, or it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

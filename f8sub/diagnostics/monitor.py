@@ -32,7 +32,7 @@ from f8sub.linear.converted import ConvertedModule, products_of
 
 
 class GradientRows:
-    """What was measured of a model's gradients and not told yet."""
+    """Finds the errors of a model's reduced gradients that are measured and not reported yet."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._told = model, weakref.WeakKeyDictionary[object, torch.Tensor]()
@@ -40,7 +40,7 @@ class GradientRows:
         self._known = 0
 
     def new(self) -> "tuple[list[str], HostCopy] | None":
-        """Names of modules, and squares on their way to the host; None where there are none, which costs a look."""
+        """Return names of modules, and their squares on the way to the host; None, cheaply, if there are none."""
         if self._known != len(measured_by_module):
             self._known = len(measured_by_module)
             modules = self._model.named_modules()
@@ -56,7 +56,7 @@ class GradientRows:
 
 
 def rows_of(step: int, names: list[str], squares: torch.Tensor) -> list[Statistics]:
-    """Of squares, (modules, 2), on the host."""
+    """Return a row per module from squares (modules, 2), signal and error, on the host."""
     numbers = [name for name in Statistics._fields if name not in ("step", "layer", "role", "format")]
     rows = []
     for name, (signal, error) in zip(names, squares.tolist(), strict=True):
@@ -87,7 +87,7 @@ class Monitor:
 
     Args:
         model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
-        every: a step of so many is sampled, the first one among them.
+        every: one step of so many is sampled, beginning with the first.
         to: where rows go, on the first rank of the group: the path of a JSON lines file, a function of (step, rows), or
             a list of these; see ``f8sub.diagnostics.writers`` for TensorBoard and Weights & Biases. Where one
             fails, a ``Float8Warning`` says so, and the run goes on.
@@ -194,11 +194,11 @@ class Monitor:
 
     @property
     def sampling(self) -> bool:
-        """Whether the step that runs now, or runs next, is sampled; the same on all ranks."""
+        """True if the step that runs now, or next, is sampled; the same on all ranks."""
         return self._sample is not None
 
     def worst(self, count: int = 8) -> str:
-        """The operands with the lowest median-row SQNR in the last sample, with advice; a table.
+        """Return a table of the operands with the lowest median-row SQNR in the last sample, with advice.
 
         Operands with NaN or infinity come first, those that are all 0 last.
 
@@ -278,7 +278,7 @@ class Monitor:
 
 
 def _named(there: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The names of float8 layers that match a pattern; Float8ConfigError where there is none."""
+    """Return the names of float8 layers that match a pattern; Float8ConfigError if there is none."""
     if not there:
         raise Float8ConfigError(
             "Monitor found no float8 layer: the model is not converted; call f8sub.convert_to_float8(model) first"
@@ -301,5 +301,5 @@ def _is_list_of(kind: Any, values: object) -> bool:
 
 
 def _badness(row: Statistics) -> tuple[bool, float]:
-    """The key that sorts rows, those with NaN first: NaN compares with nothing."""
+    """Return a key that sorts the worst rows first, those with NaN before all others."""
     return not math.isnan(row.sqnr), math.inf if math.isnan(row.row_sqnr) else row.row_sqnr

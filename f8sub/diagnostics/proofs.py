@@ -1,4 +1,4 @@
-"""Each product and each cast of a recipe, run once on a small layer and compared with the reference.
+"""Runs each product and each cast of a recipe once on a small layer, and compares them with the reference.
 
 Codes and scales are compared bitwise with the reference's. A product is compared with the float64 product of the same
 operands, within what its accumulator and the rounding of its result may lose: that is the bound.
@@ -31,7 +31,7 @@ how many float32 takes the sum. Source: arXiv 2412.19437, section 3.3.2, as ``sc
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One of a recipe's products.
+    """Holds the outcome of one of a recipe's products.
 
     Attributes:
         gemm: "fprop", "dgrad" or "wgrad".
@@ -49,13 +49,13 @@ class Product:
 
     @property
     def is_right(self) -> bool:
-        """Whether it is within the bound."""
+        """True if nothing was run, or the error is within the bound."""
         return self.problem is None and (self.error is None or self.error <= 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The casts of one operand.
+    """Holds the outcome of the casts of one operand.
 
     Attributes:
         operand: "x", "w" or "dy".
@@ -72,13 +72,13 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A recipe on a device.
+    """Holds the outcome of a recipe on a device.
 
     Attributes:
         recipe: its name.
         device: type of the device.
-        products: of those that are in float8.
-        casts: of operands that are cast.
+        products: the outcomes of fprop, dgrad and wgrad.
+        casts: the outcomes of the operands that are cast.
     """
 
     recipe: str
@@ -88,18 +88,18 @@ class Proof:
 
     @property
     def is_right(self) -> bool:
-        """Whether all of it ran and gave what it must."""
+        """True if all of it ran and gave what it must."""
         return all(p.is_right for p in self.products) and all(cast.is_right for cast in self.casts)
 
     @property
     def is_native(self) -> bool:
-        """Whether it gains speed: on an accelerator, with no product by the reference, and all of it right."""
+        """True if it gains speed: on an accelerator, with no product by the reference, and all of it right."""
         backends = {product.backend for product in self.products}
         return self.device != "cpu" and REFERENCE not in backends and self.is_right
 
     @property
     def verdict(self) -> str:
-        """In one word or two."""
+        """The outcome in one word or two."""
         if not self.is_right:
             return "failed"
         if self.device == "cpu":
@@ -131,7 +131,7 @@ def prove(recipe: Recipe, device: torch.device) -> Proof:
 
 
 def _cast(plan: Plan, name: str, values: torch.Tensor) -> tuple[Cast | None, Quantized]:
-    """The comparison, and the reference's operands, which products are made of."""
+    """Return the comparison, None if nothing is cast, and the reference's operands, which products read."""
     row, col = plan.recipe.formats(name)  # type: ignore[arg-type]
     formats = [format for format in (row, col) if format is not None]
     if not formats:
@@ -192,7 +192,7 @@ def _product(plan: Plan, gemm: str, a: Operand | None, b: Operand | None) -> Pro
 
 
 def why_not(plan: Plan, gemm: str) -> dict[str, str]:
-    """Why each backend that is preferred to the plan's does not multiply, by its name."""
+    """Return why each backend that is preferred to the plan's does not multiply, by its name."""
     spec: GemmSpec = getattr(plan.recipe, gemm)
     if spec.a is None or spec.b is None:
         return {}
@@ -201,7 +201,7 @@ def why_not(plan: Plan, gemm: str) -> dict[str, str]:
 
 
 def error_in_bounds(found: torch.Tensor, a: Operand, b: Operand, promoted: int | None) -> float:
-    """The largest error of ``found``, which should be ``a @ b.t()``, in units of what may be lost; inf for NaN.
+    """Return the largest error of ``found``, which should be ``a @ b.t()``, in units of the bound; inf for NaN.
 
     Args:
         found: (M, N), any dtype.

@@ -1,4 +1,4 @@
-"""conversion_report: what a conversion did, what it takes in bytes, and what it gains.
+"""Reports what a conversion did, what it takes in bytes, and what it gains.
 
 Every linear layer is told of, converted or with the reason why not, and all other weights. So are converted layers
 whose weights the code of other modules reads, as a fused kernel does that multiplies by them itself. Mamba's layers in
@@ -51,7 +51,7 @@ NOT_IN_FORWARD = re.compile(r"init|reset|load|save|tie|resize|from_pretrained|re
 
 
 def read_in_code(model: torch.nn.Module, known: Container[str]) -> Iterator[str]:
-    """A sentence for each method of the model's modules that reads weights of converted layers, for a report.
+    """Yield a sentence for each method of the model's modules that reads weights of converted layers.
 
     Args:
         model: the model.
@@ -75,7 +75,7 @@ def read_in_code(model: torch.nn.Module, known: Container[str]) -> Iterator[str]
 
 @functools.cache
 def _reads(cls: Any) -> tuple[tuple[str, str], ...]:
-    """Methods of a class and the children whose weights they read; none where the source is not there."""
+    """Return methods of a class, each with a child whose weight it reads; none if the source is not there."""
     found: dict[tuple[str, str], None] = {}
     if cls.__module__.startswith("torch."):
         return ()
@@ -111,7 +111,7 @@ MOST_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One linear layer.
+    """Reports one linear layer.
 
     Attributes:
         fqn: its name in the model.
@@ -138,7 +138,7 @@ class LayerReport:
 
     @property
     def title(self) -> str:
-        """What became of it."""
+        """A sentence that says what became of the layer."""
         if self.converted and self.read_by:
             part = "in part" if self.in_float8 else "none of it"
             return f"converted, {part} in float8: {self.read_by}, multiplies by its weight in high precision"
@@ -150,7 +150,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What runs in float8. ``str()`` is a page: the summary, then equal layers in one row, by what became of them.
+    """Holds what runs in float8. ``str()`` is a page: the summary, then rows of equal layers, by what became of them.
 
     FLOPs are those of products with weights: of linear layers, experts, recurrent layers, convolutions, and whatever
     else multiplies by a parameter. Products of activations, such as attention's, are none. FLOPs are counted in one
@@ -190,7 +190,7 @@ class ConversionReport:
 
     @property
     def flops_share(self) -> float:
-        """Share of the model's FLOPs that run in float8, 0 to 1; ``counted`` says how that is known."""
+        """The share of the model's FLOPs that run in float8, 0 to 1; ``counted`` says how that is known."""
         in_float8 = sum(layer.in_float8 for layer in self.layers) + sum(
             other.in_float8 for other in self.others
         )
@@ -198,7 +198,7 @@ class ConversionReport:
 
     @property
     def parameters_share(self) -> float:
-        """Share of the model's parameters that are weights of converted layers, 0 to 1."""
+        """The share of the model's parameters that are weights of converted layers, 0 to 1."""
         return self.parameters_in_float8 / max(self.parameters, 1)
 
     @property
@@ -254,7 +254,7 @@ class ConversionReport:
         return "\n".join([*lines, *(line for note in self._notes() for line in _wrapped(note))])
 
     def _sections(self) -> dict[str, list[str]]:
-        """Rows by what became of their layers, converted ones first."""
+        """Return rows by what became of their layers, converted ones first."""
         found: dict[str, list[_Weights]] = defaultdict(list)
         for layer in sorted(self.layers, key=lambda layer: not layer.converted):
             shape = layer.out_features, layer.in_features
@@ -267,7 +267,7 @@ class ConversionReport:
         return {title: self._rows(weights) for title, weights in found.items()}
 
     def _rows(self, weights: list["_Weights"]) -> list[str]:
-        """A line for all weights of one kind and shape."""
+        """Return one line for all weights of one kind and shape, and one that counts the smaller kinds."""
         rows: dict[tuple[str, str], list[_Weights]] = defaultdict(list)
         for each in weights:
             rows[kind_of(each.fqn), each.shape].append(each)
@@ -296,7 +296,7 @@ class ConversionReport:
         return notes
 
     def _of_flops(self) -> list[str]:
-        """How FLOPs are known."""
+        """Return sentences that say how the FLOPs are known."""
         listed = _some(list(self.not_counted))
         if not self.counted:
             because = f", because {self.assumed_because}" if self.assumed_because else ""
@@ -314,7 +314,7 @@ class ConversionReport:
 
 
 class _Weights(NamedTuple):
-    """What a row shows of one layer or module; ``multiplications`` None where they are not known."""
+    """Holds what a row shows of one layer or module; ``multiplications`` is None if they are not known."""
 
     fqn: str
     shape: str
@@ -323,7 +323,7 @@ class _Weights(NamedTuple):
 
 
 def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionReport:
-    """What of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not.
+    """Report what of ``model``, converted or not, sharded or not, runs in float8, and why the rest does not.
 
     Args:
         model: the model.
@@ -391,7 +391,7 @@ def _of_layer(
 
 
 def _some(names: list[str]) -> str:
-    """The first few of some names, each once."""
+    """Join the first few of some names, each once."""
     found = list(dict.fromkeys(names))
     return ", ".join(found[:MOST_NAMES]) + (", ..." if len(found) > MOST_NAMES else "")
 
@@ -414,12 +414,12 @@ BY_WIDTH = (
 
 
 def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]:
-    """A sentence for each kind of experts in ``model``, those of equal names and sizes together.
+    """Yield a sentence for each kind of experts in ``model``, those of equal names and sizes together.
 
     Args:
         model: converted or not. Experts that are not converted are told about with the recipe of the first module that
             is, or the default one.
-        tokens: of one forward; None for those that ``convert_to_float8`` was given.
+        tokens: tokens of one forward; None for those that ``convert_to_float8`` was given.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     first = next(filter(is_converted, modules.values()), None)
@@ -450,7 +450,7 @@ def conversion_report(
     shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
     saved_inputs: Iterable[str] = SAVED_INPUTS,
 ) -> ConversionReport:
-    """What of ``model`` runs in float8, and why the rest does not; with ``tokens``, what it takes in bytes, too.
+    """Report what of ``model`` runs in float8, and why the rest does not; with ``tokens``, its bytes, too.
 
     FLOPs are counted in one forward of ``batch``. It runs without gradients, without hooks and in high precision, on a
     copy of the modules that shares the weights. No buffer, random number, amax history or state of FSDP2 changes, and
@@ -462,7 +462,8 @@ def conversion_report(
 
     Args:
         model: converted or not, sharded or not.
-        tokens: see ``byte_account``; the arguments after it likewise. What experts gain is told by them, too.
+        tokens: rows of x in one forward, see ``byte_account``, as for the arguments below ``batch``. What experts gain
+            depends on it, too.
         batch: what the model's forward takes: a mapping by name, a tuple or list by position, or one tensor.
         dtype: the high precision.
         shared_inputs: groups of names of siblings that read one x.

@@ -41,7 +41,7 @@ RESULTS = ("y", "dx", "dw")
 
 
 class _Noted(NamedTuple):
-    """What an x was measured as, and the number of its row."""
+    """Remembers an x, how it was cast, and the number of its row."""
 
     x: "weakref.ref[torch.Tensor]"
     version: int
@@ -51,13 +51,13 @@ class _Noted(NamedTuple):
     row: int
 
     def is_like(self, other: "_Noted") -> bool:
-        """Whether both are one x, cast alike: stochastic rounding draws other numbers for each layer."""
+        """Return whether both are one x, cast the same; stochastic rounding draws other numbers for each layer."""
         same = self.x() is other.x() and self.source is other.source
         return same and self[1:4] == other[1:4] and self.format.rounding is not Rounding.STOCHASTIC
 
 
 class Sample:
-    """The hooks of one step, and the table that they fill."""
+    """Holds the hooks of one step, and the table that they fill."""
 
     def __init__(
         self, step: int, modules: dict[str, ConvertedModule], rows: dict[tuple[str, str], int]
@@ -89,7 +89,7 @@ class Sample:
 
     @property
     def saw_nothing(self) -> bool:
-        """Whether no layer was called, not even under ``no_grad``."""
+        """True if no layer was called, not even under ``no_grad``."""
         return not (self._called or self._formats)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Sample:
         self._exits.close()
 
     def reduced(self, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """The table, of all ranks together."""
+        """Return the table of all ranks together: float32, (rows, ``WIDTH`` + ``len(MAXIMA)``)."""
         if self._same:
             rows, like = (
                 sent_to(self._sums.device, list(each)) for each in (self._same, self._same.values())
@@ -110,7 +110,7 @@ class Sample:
         return torch.cat([self._sums, self._maxima], dim=1)
 
     def statistics(self, table: torch.Tensor) -> list[Statistics]:
-        """The rows of a table that came to the host."""
+        """Return the rows of a table that came to the host."""
         found = []
         for (name, role), index in self._rows.items():
             format = self._formats.get((name, role))
@@ -145,7 +145,7 @@ class Sample:
     def _note_x(
         self, name: str, x: torch.Tensor, format: Float8Format | None, dtype: torch.dtype, source: LayerSource
     ) -> None:
-        """Siblings that share an x are cast from it once, so it is measured once."""
+        """Measure an x once, however many siblings share it: they cast it once."""
         if format is None or not self.wants(name, "x"):
             return
         noted = _Noted(weakref.ref(x), x._version, format, dtype, source, self._rows[name, "x"])
@@ -196,7 +196,7 @@ class Sample:
             node.register_hook(functools.partial(self._note_gradients, name, recipe))
 
     def _note_gradients(self, name: str, recipe: Recipe, gradients: Any, _: Any) -> None:
-        """Dx and dw, which the first backward of a step makes."""
+        """Measure dx and dw, which the first backward of a step computes."""
         with torch.no_grad():
             for role, found, format in zip(
                 ("dx", "dw"), gradients, (recipe.dgrad.a, recipe.fprop.b), strict=False
@@ -240,7 +240,7 @@ class Sample:
     def take(
         self, name: str, role: str, format: Float8Format, parts: Iterable[tuple[torch.Tensor, Operand]]
     ) -> None:
-        """Add up the statistics of the parts of an operand: each in the dtype that was cast, and its codes."""
+        """Add up the statistics of the parts of an operand: each in the dtype that was cast, and its float8 data."""
         self._formats[name, role] = format
         index = self._rows[name, role]
         for values, operand in parts:
@@ -249,7 +249,7 @@ class Sample:
 
 
 def node_of(y: torch.Tensor, function: str) -> torch.autograd.graph.Node:
-    """The node nearest to a result whose gradients an ``autograd.Function`` of that name makes."""
+    """Return the node nearest to a result whose gradients an ``autograd.Function`` of that name computes."""
     nodes = [y.grad_fn]
     for node in nodes:
         if node is not None and node.name().startswith(function):
@@ -259,7 +259,7 @@ def node_of(y: torch.Tensor, function: str) -> torch.autograd.graph.Node:
 
 
 def part_of(operand: Operand, row: int, col: int, rows: int, cols: int) -> Operand:
-    """A part of an operand; with a scale for each element where its tiles do not begin where the part does."""
+    """Return a part of an operand, with a scale per element if its tiles do not begin where the part does."""
     format, scale = operand.format, operand.scale_inv
     per_byte, tile = format.codes_per_byte, format.tile
     data = operand.data[row : row + rows, col // per_byte : -(-(col + cols) // per_byte)]
@@ -276,7 +276,7 @@ def part_of(operand: Operand, row: int, col: int, rows: int, cols: int) -> Opera
 
 @functools.cache
 def each_element(format: Float8Format) -> Float8Format:
-    """A format of the same codes with a float32 scale for each element."""
+    """Return a format of the same dtype with a float32 scale per element."""
     return Float8Format(format.dtype, Tile(1, 1))
 
 
@@ -341,7 +341,7 @@ class _Watch:
             self.sample.take(name, "dw", format, parts)
 
     def _note_gradients_of_one(self, name: str, index: int, recipe: Recipe, gradients: Any, _: Any) -> None:
-        """Dx and dw of one expert, the first time; they add to what others have in the row."""
+        """Measure dx and dw of one expert, once; they add to what other experts have in the row."""
         if (name, index) in self._seen:
             return
         self._seen.add((name, index))
@@ -376,12 +376,12 @@ class _Watch:
 
 
 def _cast_alone(values: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor, Operand]:
-    """One expert's part of an operand, and its codes."""
+    """Return one expert's part of an operand, and its float8 data."""
     return values, present(quantize(values.contiguous(), format, None).rowwise)
 
 
 def _nodes_of_experts(y: torch.Tensor) -> list[torch.autograd.graph.Node]:
-    """The nodes that make the experts' gradients where each is multiplied by itself."""
+    """Return the nodes that compute the experts' gradients, where each expert is a product of its own."""
     following = [] if y.grad_fn is None else [node for node, _ in y.grad_fn.next_functions]
     return [node for node in following if node is not None and node.name().startswith("Float8Matmul")]
 
@@ -389,7 +389,7 @@ def _nodes_of_experts(y: torch.Tensor) -> list[torch.autograd.graph.Node]:
 def _weights(
     module: ConvertedModule, attribute: str, weight: torch.Tensor, call: GroupedCall, format: Float8Format
 ) -> Iterator[Any]:
-    """Each expert's values and codes; of a weight that FSDP2 gathered in float8, those of this rank's shard."""
+    """Yield each expert's values and float8 data; for a weight gathered in float8, those of this rank's shard."""
     if not isinstance(weight, Float8Tensor):
         master = master_of(weight) if isinstance(weight, Weight) else weight
         values = (master.plain if isinstance(master, Weight) else weight).to(call.dtype)

@@ -1,4 +1,4 @@
-"""Which layers float8 hurts most, for what they gain: one forward and backward instead of one for each layer.
+"""Ranks layers by the harm of float8 per FLOP, in one forward and backward instead of one for each layer.
 
 Everything runs in high precision, and each layer also makes the ``y8`` that float8 would have. To first order the loss
 changes by the sum of ``(y8 - y) * dy``. Terms cancel there by chance, so the harm that is told is the root of the sum
@@ -30,7 +30,7 @@ from f8sub.weights.weight import Weight, master_of
 
 
 class LayerSensitivity(NamedTuple):
-    """One layer.
+    """Holds the harm of float8 in one layer.
 
     Attributes:
         fqn: its name.
@@ -53,7 +53,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Layers, the ones that one would leave in high precision first on top. ``str()`` is a table.
+    """Ranks layers, those to leave in high precision first on top. ``str()`` is a table.
 
     Attributes:
         layers: by harm for each FLOP, falling.
@@ -64,7 +64,7 @@ class Sensitivity:
     loss: float
 
     def skip(self, flops: float = 0.05) -> list[str]:
-        """Names for ``convert_to_float8(skip=...)``: the first layers that have at most this share of FLOPs.
+        """Return names for ``convert_to_float8(skip=...)``: the first layers that have at most this share of FLOPs.
 
         Raises:
             Float8ConfigError: no share from 0 to 1.

@@ -1,4 +1,4 @@
-"""What is measured of one operand, in numbers that can be added over ranks, and what to do about it.
+"""Measures one operand, in numbers that can be added over ranks, and advises on it.
 
 A SQNR is the ratio of signal to quantization noise in dB. The SQNR of a whole matrix hides small rows: the large ones
 decide it. So each row has one, and the median of those is told from a histogram, which ranks can add.
@@ -24,7 +24,7 @@ FINITE = torch.finfo(torch.float32).max
 
 
 def has_kernel(operand: Operand) -> bool:
-    """Whether the kernels read its codes: of a byte, under scales of one level."""
+    """Return whether the kernels read an operand's data: one byte per element, under scales of one level."""
     plain = operand.format.dtype != E2M1 and operand.format.hadamard is None
     return plain and operand.global_scale_inv is None
 
@@ -38,7 +38,7 @@ def launches_of(
     maxima: torch.Tensor,
     constants: dict[str, float],
 ) -> "list[Launch]":
-    """The launches that add what one matrix has to ``sums`` and ``maxima``; see ``add_measured``.
+    """Return the launches that add what one matrix has to ``sums`` and ``maxima``; see ``add_measured``.
 
     Args:
         values: (rows, cols), in the dtype that was cast.
@@ -127,7 +127,7 @@ _SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14, E
 
 
 class Measured(NamedTuple):
-    """Of one matrix: float32, (``WIDTH``,) and (``len(MAXIMA)``,), on its device."""
+    """Holds the sums and maxima of one matrix: float32, (``WIDTH``,) and (``len(MAXIMA)``,), on its device."""
 
     sums: torch.Tensor
     maxima: torch.Tensor
@@ -166,14 +166,14 @@ def add_measured(values: torch.Tensor, operand: Operand, sums: torch.Tensor, max
 
 
 def _constants(format: Float8Format) -> dict[str, float]:
-    """What the kernels are told of a format and of the numbers' places."""
+    """Return the kernels' constants: limits of a format, and where each number stands in ``sums``."""
     histogram = {"BINS_AT": len(SUMS), "BINS": BINS, "LOWEST": LOWEST, "STEP": STEP}
     limits = {"CUT_OFF": _CUT_OFF, "SMALLEST_NORMAL": _SMALLEST_NORMAL[format.dtype]}
     return {"COUNTS": SUMS.index("nonzero"), **histogram, **limits}
 
 
 def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, step: int) -> Measured:
-    """``add_measured`` in plain PyTorch, the specification of the kernels."""
+    """Do ``add_measured`` in plain PyTorch: the specification of the kernels."""
     amax = torch.linalg.vector_norm(values, torch.inf)
     if step > 1:
         values, operand = values[::step], _every(operand, step)
@@ -204,7 +204,7 @@ def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, s
 
 
 def _every(operand: Operand, step: int) -> Operand:
-    """A row of so many, with scales of its own."""
+    """Return every ``step``-th row of an operand, each with its own scales."""
     tile, scale_inv = operand.format.tile, operand.scale_inv
     if tile.rows not in (1, ALL):
         rows = (
@@ -219,7 +219,7 @@ def _every(operand: Operand, step: int) -> Operand:
 
 
 def _magnitudes(operand: Operand) -> torch.Tensor:
-    """Magnitudes of the codes, float32, (rows, cols): values with scales of 1."""
+    """Return the magnitudes of the data without scales: float32, (rows, cols)."""
     if operand.format.dtype != E2M1:
         return operand.data.float().abs_()
     plain = Float8Format(operand.format.dtype, operand.format.tile)
@@ -232,7 +232,7 @@ GRADIENT = "gradient"
 
 
 class Statistics(NamedTuple):
-    """What is told of one operand of one layer, or of a module's reduced gradients, in one step; NaN is not measured.
+    """Holds the statistics of one operand, or of a module's reduced gradients, in one step; NaN is not measured.
 
     Attributes:
         step: number of the step.
@@ -268,7 +268,7 @@ class Statistics(NamedTuple):
 def statistics_of(
     step: int, layer: str, role: str, format: Float8Format, sums: list[float], maxima: list[float]
 ) -> Statistics | None:
-    """The statistics of what ranks added; None where no rank had an element."""
+    """Return the statistics of what ranks added; None if no rank had an element."""
     found = dict(zip(SUMS, sums, strict=False))
     amax, scale_max, minus_scale_min = maxima
     if not found["count"]:
@@ -292,13 +292,13 @@ def statistics_of(
 
 
 def decibels(signal: float, noise: float) -> float:
-    """The ratio of two sums of squares, in dB."""
+    """Return the ratio of two sums of squares, in dB."""
     ratio = torch.tensor(signal / max(noise, 1e-38), dtype=torch.float64, device="cpu")
     return float(10 * ratio.log10())
 
 
 def _median(histogram: list[float]) -> float:
-    """Middle of the bin that holds the median; NaN of no rows."""
+    """Return the middle, in dB, of the bin that holds the median; NaN for no rows."""
     left = sum(histogram) / 2
     for index, count in enumerate(histogram):
         left -= count
@@ -308,7 +308,7 @@ def _median(histogram: list[float]) -> float:
 
 
 class Rule(NamedTuple):
-    """One rule.
+    """Advises on one kind of trouble.
 
     Attributes:
         name: in one word.
@@ -351,5 +351,5 @@ Gaussian triggers no rule, each known trouble its own.
 
 
 def advice_for(statistics: Statistics) -> str:
-    """What to do; empty where nothing is wrong."""
+    """Return what to do; empty if nothing is wrong."""
     return next((rule.advice for rule in RULES if rule.applies(statistics)), "")

@@ -18,10 +18,10 @@ def measure_rows(
     COUNTS: tl.constexpr, BINS_AT: tl.constexpr, BINS: tl.constexpr, LOWEST: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of ``step``: its counts and its bin are added to ``sums_ptr``, its squares put into ``of_rows_ptr``.
+    """Measure one row in ``step``: add its counts and bin to ``sums_ptr``, store its squares.
 
-    ``of_rows_ptr`` is (2, rows): signal, noise. A TILE edge of 0 is all of the dimension. The four counts begin at
-    COUNTS, the bins at BINS_AT.
+    The squares go to ``of_rows_ptr``, float32, (2, rows): signal, noise. A TILE edge of 0 is all of the dimension. The
+    four counts begin at COUNTS, the bins at BINS_AT.
     """
     number = tl.program_id(0)
     row = number.to(tl.int64) * step

@@ -1,4 +1,4 @@
-"""skip_step_if_nonfinite: an optimizer step that is none, on all ranks alike, if a gradient is not finite."""
+"""Skips an optimizer step on all ranks if a gradient of any of them is not finite."""
 
 import weakref
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from f8sub.weights.weight import local_tensor
 def skip_step_if_nonfinite(
     optimizer: torch.optim.Optimizer, *, group: dist.ProcessGroup | None = None
 ) -> "StepGuard":
-    """From now on make ``optimizer.step()`` change nothing where NaN or infinity is in a gradient of any rank.
+    """Make ``optimizer.step()`` change nothing from now on where NaN or infinity is in a gradient of any rank.
 
     Call it once, on every rank. Weights, momenta and step counters then stay as they were, bitwise. Call
     ``precompute_scales`` as after any step. For the amax histories of delayed scaling a skipped step is a step: they
@@ -91,7 +91,7 @@ class StepGuard:
             conversion.guest(SkippedSteps).guards.discard(self)
 
     def _enter_conversions(self, optimizer: torch.optim.Optimizer) -> None:
-        """Also of groups that were added since."""
+        """Enter the conversions of all parameters, also those of groups that were added since."""
         if self._groups_seen == len(optimizer.param_groups):
             return
         self._groups_seen = len(optimizer.param_groups)
@@ -143,7 +143,7 @@ class StepGuard:
         self._found_inf_before = []
 
     def _found(self, given: Iterable[torch.Tensor]) -> torch.Tensor:
-        """float32, (): 1 where a gradient of any rank is not finite, else 0; every rank joins at every step."""
+        """Return 1 where a gradient of any rank is not finite, else 0: float32, (); every rank joins at every step."""
         gradients = [local_tensor(p.grad) for p in given if p.grad is not None]
         gradients = [g._values() if g.is_sparse else g for g in gradients]
         found = torch.zeros((), dtype=torch.float32, device=self.skipped.device)
@@ -157,6 +157,6 @@ class StepGuard:
 
 
 def _takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step does nothing where ``optimizer.found_inf`` is 1: what GradScaler asks, of each group."""
+    """Return whether the step does nothing where ``optimizer.found_inf`` is 1, for each of its groups."""
     fused = all(group.get("fused", True) for group in optimizer.param_groups)
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and fused

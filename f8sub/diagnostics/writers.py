@@ -1,4 +1,4 @@
-"""Where a monitor's rows go: a file, TensorBoard, Weights & Biases, a function; and a picture."""
+"""Writes a monitor's rows to a file, TensorBoard, Weights & Biases or a function; and draws them."""
 
 import contextlib
 import itertools
@@ -23,12 +23,12 @@ _MAGNITUDES = ("amax", "rms", "scale_min", "scale_max")
 
 
 def numbers_of(row: Statistics) -> tuple[str, ...]:
-    """Names of the statistics that a row has."""
+    """Return the names of the statistics that a row has."""
     return ("sqnr",) if row.role == GRADIENT else _NUMBERS
 
 
 def jsonl(path: str | os.PathLike[str]) -> Writer:
-    """Append a line of JSON a row, null for NaN and infinity; ``pandas.read_json(path, lines=True)`` reads them.
+    """Append one line of JSON per row, null for NaN and infinity; ``pandas.read_json(path, lines=True)`` reads them.
 
     A disk that fills does not end the run: the step's rows are lost, with a ``Float8Warning``.
     """
@@ -57,7 +57,7 @@ def jsonl(path: str | os.PathLike[str]) -> Writer:
 
 
 def lasting(write: Writer) -> Writer:
-    """A writer that ends no run: where it raises, the step's rows are lost, with a ``Float8Warning`` the first time."""
+    """Return a writer that ends no run: if ``write`` raises, the step's rows are lost, and the first time it warns."""
     warned = False
 
     def guarded(step: int, rows: Sequence[Statistics]) -> None:
@@ -78,7 +78,7 @@ def lasting(write: Writer) -> Writer:
 
 
 def tensorboard(writer: Any) -> Writer:
-    """Scalars ``float8/ROLE.STATISTIC/LAYER`` of a ``SummaryWriter``."""
+    """Write scalars ``float8/ROLE.STATISTIC/LAYER`` to a ``SummaryWriter``."""
 
     def write(step: int, rows: Sequence[Statistics]) -> None:
         for row in rows:
@@ -89,7 +89,7 @@ def tensorboard(writer: Any) -> Writer:
 
 
 def wandb(run: Any) -> Writer:
-    """One ``run.log`` a step, with keys as in ``tensorboard``."""
+    """Call ``run.log`` once per step, with keys as in ``tensorboard``."""
 
     def write(step: int, rows: Sequence[Statistics]) -> None:
         run.log(

@@ -1,1 +1,1 @@
-"""What float8 would gain, predicted from shapes: seconds, bytes on the wire, memory."""
+"""Predicts from shapes what float8 would gain: seconds, bytes on the wire, memory."""

@@ -1,4 +1,4 @@
-"""What to do with an estimate: which recipe, which layers to skip, which checkpoint policy."""
+"""Advises on an estimate: which recipe, which layers to skip, which checkpoint policy."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ MEASURED_OF_PARTS = (
 
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:
-    """Whether a GPU holds it."""
+    """Return whether a step of so many bytes fits in a GPU's memory."""
     return bytes_of.total <= FULL_SHARE * gpu.memory
 
 
 def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) -> Recipe | None:
-    """The recipe to take: of those that are native and nearly as fast as the fastest, the most precise one.
+    """Choose the most precise of the native recipes that are nearly as fast as the fastest; None if none is native.
 
     Speeds are those of replayed steps: where the host is the limit, all recipes are launched as slowly.
     """
@@ -64,7 +64,7 @@ def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) ->
 
 
 def _precision(recipe: Recipe) -> tuple[bool, int, int]:
-    """Larger is more precise: scales of the current step; fewer operands in e5m2; scales of fewer elements."""
+    """Return a key that is larger for a more precise recipe."""
     formats = [format for operand in OPERANDS for format in recipe.formats(operand) if format is not None]
     edges = [edge for format in formats for edge in (format.tile.rows, format.tile.cols)]
     e5m2 = sum(format.dtype == torch.float8_e5m2 for format in formats)
@@ -79,7 +79,7 @@ def advice(
     predictions: Sequence[Prediction],
     policies: Sequence[Policy],
 ) -> Iterator[str]:
-    """Sentences, the most important first.
+    """Yield sentences, the most important first.
 
     Args:
         shapes: the model.
@@ -127,10 +127,10 @@ def advice(
 
 
 def host_measured(blocks: int, replayed: float, parts: int = 1) -> str:
-    """What was measured where the host is the limit, and what to do about it.
+    """Say what was measured where the host is the limit, and what to do about it.
 
     Args:
-        blocks: of the model.
+        blocks: number of the model's blocks.
         replayed: the predicted speed over bf16's of replayed steps.
         parts: GPUs that share a layer.
     """
@@ -146,7 +146,7 @@ def host_measured(blocks: int, replayed: float, parts: int = 1) -> str:
 
 
 def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> Iterator[str]:
-    """What float8 gains of each kind of experts by the formula, and of a step, whose gathers it shortens too."""
+    """Say what float8 gains for each kind of experts by the formula, and for a step, whose gathers it shortens too."""
     kinds: dict[tuple[str, bool], list[list[Product]]] = defaultdict(list)
     for module, products in by_module(shapes).items():
         kinds[kind_of(module), products[0].reason is None].append(products)
@@ -167,7 +167,7 @@ def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> I
 
 
 def _in_float8(shapes: Shapes, names: set[str], reason: str | None) -> Shapes:
-    """``shapes`` with another reason of the products of these names."""
+    """Return ``shapes`` with another reason for the products of these names."""
     products = (replace(each, reason=reason) if each.fqn in names else each for each in shapes.products)
     return replace(shapes, products=tuple(products))
 
@@ -182,7 +182,7 @@ def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
 
 
 def _share(shapes: Shapes, cluster: Cluster, run: Run) -> float:
-    """Of a step in bf16, the products with weights that would be converted."""
+    """Return the share of a bf16 step, 0 to 1, that products with weights to be converted take."""
     times = by_product(shapes, None, cluster.gpu, run)
     converted = {(product.fqn, product.rows) for product in shapes.products if product.reason is None}
     return sum(times[key] for key in converted) / step_of(shapes, Arm(), cluster, run).replayed
@@ -205,9 +205,9 @@ def _of_memory(policies: Sequence[Policy], gpu: Gpu, run: Run) -> Iterator[str]:
 
 
 def losing(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> list[str]:
-    """Patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together.
+    """Return patterns of converted layers that take longer in float8 than in bf16, siblings that share an x together.
 
-    Of experts, most of whose bytes FSDP2 gathers, what the gathers save counts, too.
+    For experts, whose weights are most of what FSDP2 gathers, the time that the gathers save counts, too.
     """
     times = [by_product(shapes, each, cluster.gpu, run) for each in (None, recipe)]
     families: dict[str, list[Product]] = defaultdict(list)

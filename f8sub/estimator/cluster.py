@@ -1,4 +1,4 @@
-"""GPUs on hosts, the seconds of FSDP2's collectives over them, and when those and compute begin and end in a step.
+"""Predicts FSDP2's collectives over GPUs on hosts, and when those and compute begin and end in a step.
 
 [Note] FSDP2 gathers a block while the one before it computes, and no more: a gather begins when the block before
 begins. In backward a block's gradients are reduced while the next block computes, before that one's prefetch; gathers
@@ -40,13 +40,13 @@ REDUCTIONS = {FLOAT32: 4.0, BF16: 2.0, E4M3: CODE, E4M3_FLAT: CODE}
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The ranks of a mesh: shards next to each other, those of tensor parallelism innermost.
+    """Describes the ranks of a mesh: shards next to each other, those of tensor parallelism innermost.
 
     Attributes:
-        gpu: of one kind.
-        gpus: how many.
-        per_host: that NVLink joins.
-        network: bits/s of a GPU's NIC.
+        gpu: the kind of GPU.
+        gpus: how many there are.
+        per_host: how many of them NVLink joins.
+        network: bit/s of a GPU's NIC.
         replicas: copies of the weights, HSDP's.
         parts: GPUs that share a layer, by tensor parallelism.
     """
@@ -60,37 +60,37 @@ class Cluster:
 
     @property
     def shards(self) -> int:
-        """Ranks of a shard group."""
+        """The number of ranks in a shard group."""
         return self.gpus // self.replicas // self.parts
 
     @property
     def neighbours(self) -> int:
-        """Ranks of a shard group on one host."""
+        """The number of a shard group's ranks on one host."""
         return min(self.shards, max(1, self.per_host // self.parts))
 
     @property
     def hosts(self) -> int:
-        """Of a shard group."""
+        """The number of hosts of a shard group."""
         return self.shards // self.neighbours
 
     @property
     def link(self) -> float:
-        """bytes/s of a GPU to others of its host."""
+        """The bytes/s of a GPU to others of its host, in a collective by itself."""
         return self.gpu.link * LINK
 
     @property
     def nic(self) -> float:
-        """bytes/s of a GPU to other hosts."""
+        """The bytes/s of a GPU to other hosts."""
         return self.network / 8 * NETWORK
 
     def ring(self, size: float) -> float:
-        """Seconds of an all-gather or reduce-scatter of so many bytes in all."""
+        """Predict the seconds of an all-gather or reduce-scatter of so many bytes in all."""
         away = size * (self.shards - 1) / self.shards
         across = away / self.neighbours / self.nic if self.hosts > 1 else 0.0
         return max(away / self.link, across) + self._steps()
 
     def exchange(self, elements: float, flat: bool) -> float:
-        """Seconds of the exchange of e4m3 codes; over several hosts in two hops, bfloat16 within each."""
+        """Predict the seconds of the exchange of e4m3 data; over several hosts in two hops, bfloat16 within one."""
         if self.hosts == 1:
             return elements * CODE * (self.shards - 1) / self.shards / self.link + self._steps()
         if flat or self.neighbours == 1:
@@ -101,7 +101,7 @@ class Cluster:
         return within + across + self._steps()
 
     def all_reduce(self, size: float) -> float:
-        """Seconds of HSDP's all-reduce of a shard of so many bytes over the replicas."""
+        """Predict the seconds of HSDP's all-reduce of a shard of so many bytes over the replicas."""
         if self.replicas == 1:
             return 0.0
         rate = self.nic if self.gpus > self.per_host else self.link
@@ -109,7 +109,7 @@ class Cluster:
 
     @property
     def latency(self) -> float:
-        """Seconds of an all-reduce of few bytes over all GPUs."""
+        """The seconds of an all-reduce of few bytes over all GPUs."""
         return 2e-5 + STEP_OF_NETWORK * max(1, (self.gpus // self.per_host).bit_length())
 
     def _steps(self) -> float:
@@ -161,11 +161,11 @@ TP_COLLECTIVES = 4
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train.
+    """Describes one way to train.
 
     Attributes:
         recipe: None for bf16.
-        gathers: whether weights are gathered as codes.
+        gathers: whether weights are gathered as float8 data.
         scales_by_weight: whether each weight's amax has an all-reduce of its own before its gather.
         reduction: one of ``REDUCTIONS``.
     """
@@ -178,7 +178,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Seconds of one group.
+    """Holds the seconds of one FSDP2 group.
 
     Attributes:
         forward: compute, FSDP2's copies included.
@@ -200,7 +200,10 @@ class Group:
 
 
 def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, *, outside: bool) -> Group:
-    """Of products that were divided by tensor parallelism before; ``outside`` of blocks nothing is gathered twice."""
+    """Predict the seconds of a group of products, which are one GPU's part under tensor parallelism.
+
+    What is ``outside`` of blocks is gathered once, not again for backward.
+    """
     if cluster.shards == 1 and arm.reduction in (E4M3, E4M3_FLAT):
         arm = replace(arm, reduction=FLOAT32)  # f8sub leaves what one rank has alone
     gpu, recipe = cluster.gpu, arm.recipe
@@ -231,7 +234,7 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
 
 
 def computed(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, outside: bool) -> float:
-    """Seconds of products, casts, attention and elementwise work, and of tensor parallelism's collectives."""
+    """Predict the seconds of products, casts, attention, elementwise work and tensor parallelism's collectives."""
     gathered = run.sharded and (arm.gathers or arm.recipe is None)
     if outside:
         own = cluster.gpu, replace(run, checkpoint=NONE), False, gathered
@@ -243,7 +246,7 @@ def computed(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
 
 
 def tensor_parallel_seconds(products: Sequence[Product], cluster: Cluster, run: Run) -> float:
-    """All-gathers and reduce-scatters of activations in bfloat16, which nothing hides."""
+    """Predict the seconds of all-gathers and reduce-scatters of activations in bfloat16, which nothing hides."""
     if cluster.parts == 1 or not products:
         return 0.0
     size = 2 * run.tokens * products[0].cols * (cluster.parts - 1) / cluster.parts
@@ -254,13 +257,13 @@ def tensor_parallel_seconds(products: Sequence[Product], cluster: Cluster, run: 
 def forward_of(
     products: Sequence[Product], recipe: Recipe | None, cluster: Cluster, run: Run, compute: float
 ) -> float:
-    """Forward's share of ``compute``: its products, and a part of all else."""
+    """Return forward's part of ``compute``, in seconds: its products, and a share of all else."""
     gemms = sum(seconds.fprop_seconds(product, recipe, run, cluster.gpu) for product in products)
     return gemms + FORWARD * max(0.0, compute - 3 * gemms) / (1 + seconds.REPEATED_ELEMENTWISE)
 
 
 def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of the reduction of a group's gradients, and what it adds to compute."""
+    """Predict the seconds of the reduction of a group's gradients, and those that it adds to compute."""
     size = elements * REDUCTIONS[arm.reduction]
     if arm.reduction in (FLOAT32, BF16):
         return cluster.ring(size), hidden(HIDDEN_REDUCTION, size, cluster)
@@ -273,19 +276,19 @@ def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, fl
 
 
 def gathered_seconds(products: Sequence[Product], recipe: Recipe | None, cluster: Cluster, run: Run) -> float:
-    """Of FSDP2's copies of some weights of a block, and of what their two all-gathers add to compute."""
+    """Predict the seconds of FSDP2's copies of some weights, and those that their two all-gathers add to compute."""
     code = sum(product.elements * seconds.code_bytes(product, recipe) for product in products)
     copies = seconds.copy_seconds(products, recipe, cluster.gpu, run).copies
     return copies + 2 * hidden(HIDDEN_GATHER, code, cluster)
 
 
 def hidden(share: float, size: float, cluster: Cluster) -> float:
-    """What a collective of so many bytes in all adds to compute that hides it, by what passes through a GPU."""
+    """Return the seconds that a collective of ``size`` bytes in all adds to the compute that hides it."""
     return share * size * (cluster.shards - 1) / cluster.shards / cluster.link
 
 
 def divided(shapes: Shapes, parts: int) -> Shapes:
-    """What one of ``parts`` GPUs has of a model under tensor parallelism.
+    """Return the part of a model that one of ``parts`` GPUs has under tensor parallelism.
 
     In a block, layers that read attention or are the last have their columns divided, others their rows.
     """
@@ -304,7 +307,7 @@ def divided(shapes: Shapes, parts: int) -> Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds.
+    """Holds the seconds of forward and backward with collectives.
 
     Attributes:
         forward: until the last block's end.
@@ -325,7 +328,10 @@ NOTHING = Group(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
-    """Of blocks in forward's order, and of what is outside of them; a model without blocks is outside."""
+    """Predict when blocks, in forward's order, and what is outside of them compute, gather and reduce.
+
+    A model without blocks is outside as a whole. The module's note has the rules.
+    """
     compute = sum(group.forward + group.backward for group in (*blocks, outside))
     tax = 0.0
     blocks = blocks or [NOTHING]
@@ -365,7 +371,7 @@ def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
 
 
 def _beside(compute: float, collective: float, tax: float) -> float:
-    """What a collective adds to compute that may end before it: it slows compute evenly."""
+    """Return the seconds that a collective adds to compute, which it slows evenly and which may end before it."""
     if collective <= compute + tax:
         return tax
     share = tax / collective
@@ -374,7 +380,7 @@ def _beside(compute: float, collective: float, tax: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one training step on every GPU of a cluster.
+    """Holds the seconds of one training step on every GPU of a cluster.
 
     Attributes:
         timeline: blocks and what is outside of them, with collectives.
@@ -390,17 +396,17 @@ class Step:
 
     @property
     def replayed(self) -> float:
-        """Of the GPU alone, as where a CUDA graph of the step is replayed."""
+        """The seconds of the GPU alone, as where a CUDA graph of the step is replayed."""
         return self.timeline.forward + self.timeline.backward + self.loss + self.optimizer
 
     @property
     def launched(self) -> float:
-        """Of the step as Python launches it: no shorter than the host's time."""
+        """The seconds of the step as Python launches it: no shorter than the host's time."""
         return max(self.replayed, self.host)
 
 
 def groups_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> list[Group]:
-    """Each block's group, those of equal blocks computed once."""
+    """Return each block's group, those of equal blocks computed once."""
     found: dict[tuple[Product, ...], Group] = {}
     blocks = []
     for products in shapes.blocks.values():
@@ -443,7 +449,7 @@ def step_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> Step:
 
 
 def blocks_seconds(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> float:
-    """Of all blocks alone on the GPU, forward and backward, with their collectives."""
+    """Predict the seconds of all blocks alone, forward and backward, with their collectives."""
     run = replace(run, shards=cluster.shards, replicas=cluster.replicas)
     found = timeline(groups_of(divided(shapes, cluster.parts), arm, cluster, run), NOTHING)
     return found.forward + found.backward

@@ -1,4 +1,4 @@
-"""count: the multiplications of one forward, by whose weights; of a batch that is given, or of one that is made up.
+"""Counts the multiplications of one forward, by whose weights; of a batch that is given, or of one that is made up.
 
 The forward runs in a copy of the model: its modules in high precision, on meta or with the model's own weights. The
 copy has the modules' attributes and none of their hooks, so neither FSDP2 nor f8sub takes notice of its forward. Lists
@@ -43,12 +43,12 @@ PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, the whole one of a shard, without values."""
+    """Return a meta tensor of the same shape and dtype; for a shard, of the whole tensor's shape."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def why_not_as_it_is(model: torch.nn.Module) -> str | None:
-    """Why a model's weights cannot be multiplied by on this rank; None where they can."""
+    """Return why this rank cannot multiply by a model's weights; None if it can."""
     for fqn, parameter in model.named_parameters():
         local = local_tensor(parameter)
         if local is not parameter:
@@ -67,7 +67,7 @@ def _as_it_is(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Copies:
-    """Modules of a model and their copies.
+    """Holds the modules of a model and their copies.
 
     Args:
         model: converted or not, sharded or not.
@@ -95,7 +95,7 @@ class Copies:
             self._fill(module, training)
 
     def of(self, module: torch.nn.Module) -> Any:
-        """The copy of a module; of one that ``torch.compile`` wrapped that of what is in it."""
+        """Return the copy of a module; for one that ``torch.compile`` wrapped, the copy of what is in it."""
         return self._made[id(module)]
 
     def _keep(self, original: Any, made: Any) -> None:
@@ -159,7 +159,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _plain_class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """A module's class without what FSDP2 and f8sub put before it."""
+    """Return a module's class without what FSDP2 and f8sub put before it."""
     if isinstance(module, Float8Experts):
         return plain_class(module)
     cls: Any = next(cls for cls in type(module).__mro__ if not is_fsdp_class(cls))
@@ -194,14 +194,14 @@ Key = tuple[str, str]
 
 
 class Running:
-    """The names of the modules whose forwards run, the innermost last, and how often each ran."""
+    """Holds the names of the modules whose forwards run, the innermost last, and how often each ran."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.calls: dict[str, int] = defaultdict(int)
 
     def wrap(self, fqn: str, forward: Any) -> Any:
-        """``forward``, of the module of that name."""
+        """Wrap ``forward``, of the module of that name, so that its name is known while it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.calls[fqn] += 1
@@ -279,7 +279,7 @@ class Products(DispatchMode):  # type: ignore[misc]
             self.elsewhere[own, running[-1] if running else ""] += multiplications
 
     def _follow(self, name: str, given: list[torch.Tensor], out: Any, *, is_product: bool) -> None:
-        """Tell what came out: an activation, something of a weight, or neither."""
+        """Remember what came out: an activation, something computed from a weight, or neither."""
         active = any(_id(tensor) in self._active for tensor in given)
         known = next(filter(None, map(self._names_of, given)), None)
         if active and known and name in PICKED:
@@ -319,7 +319,7 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
 def _operands(
     name: str, args: tuple[Any, ...], given: list[torch.Tensor], out: Any
 ) -> tuple[float, tuple[torch.Tensor, ...]] | None:
-    """How much an operator multiplies, and what by what; None where it is no product of matrices."""
+    """Return an operator's multiplications, and its operands; None if it is no product of matrices."""
     if name in MATRIX_PRODUCTS:
         a, b = given[MATRIX_PRODUCTS[name] :][:2]
         rows = float(a.numel())
@@ -340,7 +340,7 @@ def _operands(
 
 
 def _rows_of_groups(a: torch.Tensor, given: list[torch.Tensor]) -> int:
-    """Rows up to the last group's end, which is known where tensors have values."""
+    """Return the rows up to the last group's end; on meta all of them, as ends have no values there."""
     ends = next((each for each in given if each.dim() == 1 and each.dtype == torch.int32), None)
     if ends is None or ends.is_meta or not ends.numel():
         return a.shape[0]
@@ -358,7 +358,7 @@ SAMPLES = 16_000
 
 @dataclass(frozen=True)
 class Count:
-    """What one forward multiplied.
+    """Holds the multiplications of one forward.
 
     Attributes:
         of: what it was given, in words.
@@ -383,13 +383,13 @@ class Count:
     not_known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of_module(self, fqn: str) -> tuple[float, float]:
-        """Multiplications by a module's weights: in its own forward, and in forwards of others."""
+        """Return the multiplications by a module's weights: in its own forward, and in forwards of others."""
         return tuple(
             sum(each.get((fqn, name), 0.0) for name in self.names(fqn)) for each in (self.own, self.elsewhere)
         )  # type: ignore[return-value]
 
     def names(self, fqn: str) -> list[str]:
-        """Of a module's weights that something was multiplied by."""
+        """Return the names of a module's weights that something was multiplied by."""
         return self._by_module.get(fqn, [])
 
     @functools.cached_property
@@ -452,7 +452,7 @@ def count_of_made_up(model: torch.nn.Module) -> Count | str:
 
 
 def made_up_batch(model: Any) -> dict[str, torch.Tensor]:
-    """Inputs on meta that a model of transformers takes."""
+    """Return inputs on meta that a model of transformers takes, by their names."""
     config, name = model.config, model.main_input_name
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text, "max_position_embeddings", None)
@@ -484,9 +484,9 @@ def _count_on_meta(
     what: str,
     training: bool | None = None,
 ) -> Count:
-    """By shapes alone. Where a forward asks for values, once more with fake tensors, which take several times as long.
+    """Count by shapes alone; if a forward asks for values, once more with fake tensors, several times slower.
 
-    Code that looks for padding or for packed sequences asks whether it is traced, and of these it knows that.
+    Code that looks for padding or packed sequences first asks whether it is traced, which fake tensors answer.
     """
     try:
         return _count(model, Copies(model, with_values=False, training=training), module, batch(), what)
@@ -501,7 +501,7 @@ def _count_on_meta(
 
 
 def _count(model: torch.nn.Module, copies: Copies, module: torch.nn.Module, batch: Any, what: str) -> Count:
-    """The count of ``module``'s forward, under the names that ``model`` has for its modules."""
+    """Count ``module``'s forward, under the names that ``model`` has for its modules."""
     running = Running()
     weights = []
     for fqn, each in model.named_modules():
@@ -544,14 +544,14 @@ def _by_module(model: torch.nn.Module, mode: Products, running: Running) -> dict
 
 
 def _parametrized(key: Key) -> Key:
-    """The layer and its weight, of a parameter that a weight is computed of."""
+    """Return the layer and weight that a parameter is for: ``a``, ``weight`` of ``a.parametrizations.weight``."""
     fqn, *rest = f".{key[0]}".split(".parametrizations.")
     return (fqn.removeprefix("."), rest[0]) if rest else key
 
 
 @contextlib.contextmanager
 def _one_forward(model: torch.nn.Module) -> Iterator[None]:
-    """Neither gradients nor fused forwards, which hide products; random numbers are as they were after it."""
+    """Turn off gradients and fused forwards, which hide products; restore the random generators afterwards."""
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     fused = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as exits:
@@ -594,7 +594,7 @@ def _leaves(given: Any) -> Iterator[Any]:
 
 
 def _shown(batch: Any) -> str:
-    """The first tensor's name and shape."""
+    """Describe a batch by its first tensor's shape and name."""
     named = batch.items() if isinstance(batch, Mapping) else (("", each) for each in _leaves(batch))
     for name, value in named:
         if isinstance(value, torch.Tensor):

@@ -63,7 +63,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
             frozen and others are not, memory is that of adapters over a frozen base.
         recipes: names or recipes, or one; None for all that come with f8sub.
         gpus: names, or one; the layers' figures and the advice are those of the first.
-        tokens: of one GPU in one step.
+        tokens: tokens per GPU in one step.
         sequence: tokens that attend to each other; None for ``tokens``.
         mesh: GPUs that shard the weights, (shards,), or (replicas, shards) for HSDP.
         checkpoint: "none", "selective", "gemms" or "full", see ``f8sub.checkpoint_policy``: "selective" is what its
@@ -122,7 +122,7 @@ def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Ru
 
 
 def _cluster_of(gpu: Gpu, run: Run) -> Cluster:
-    """On hosts of eight, or of as many as divide the shards."""
+    """Return the GPUs of a run, on hosts of eight, or of as many as divide the shards."""
     per_host = PER_HOST if run.shards <= PER_HOST else math.gcd(run.shards, PER_HOST)
     return Cluster(gpu, run.shards * run.replicas, per_host, replicas=run.replicas)
 
@@ -211,9 +211,9 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             as "llama3-8b".
         gpus: how many, or several such numbers.
         gpu: "H200", "H100", "B200", or "H100-500W", which published runs had.
-        gpus_per_host: that NVLink joins.
+        gpus_per_host: how many GPUs NVLink joins.
         network: Gbit/s of a GPU's NIC.
-        tokens: of a data-parallel rank in a step.
+        tokens: tokens per data-parallel rank in one step.
         sequence: tokens that attend to each other; None for ``tokens``.
         replicas: copies of the weights, for HSDP.
         tensor_parallel: GPUs that share each layer.

@@ -1,4 +1,4 @@
-"""Whether float8 makes a module of experts faster than bf16, by the sizes of its weights and its tokens."""
+"""Predicts whether float8 makes a module of experts faster than bf16, by the sizes of its weights and its tokens."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +26,15 @@ MANY = 2**17
 
 @dataclass(frozen=True, slots=True)
 class ExpertGain:
-    """What float8 gains of the weights of one module of experts, forward and backward, casts included.
+    """Holds the speed-up of one module of experts in float8, forward and backward, casts included.
 
     Attributes:
         recipe: its name.
         gpu: its name.
-        tokens: that an expert gets in one forward; None where that is not known, and ``speedup`` has ``ASSUMED``.
+        tokens: the tokens per expert in one forward; None if not known, and ``speedup`` is then for ``ASSUMED``.
         speedup: bf16's time over float8's.
-        enough: the fewest tokens an expert with which ``speedup`` is ``LEAST``; None where no number is enough.
-        enough_gathered: the same where FSDP2 gathers codes, which shards over many ranks are cast to.
+        enough: the fewest tokens per expert with which ``speedup`` is ``LEAST``; None where no number is enough.
+        enough_gathered: the same where FSDP2 gathers float8 data, so that each rank casts its shard alone.
     """
 
     recipe: str
@@ -46,7 +46,7 @@ class ExpertGain:
 
     @property
     def gains(self) -> bool:
-        """Whether experts are to be converted."""
+        """True if the experts should be converted: ``speedup`` is at least ``LEAST``."""
         return self.speedup >= LEAST
 
     def __str__(self) -> str:
@@ -65,15 +65,15 @@ def _told(tokens: float) -> str:
 
 
 def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float | None) -> ExpertGain:
-    """What is gained of the weights of one module.
+    """Predict the speed-up of the weights of one module of experts.
 
-    The formula of docs/experts.md. A weight is cast in every forward, as where FSDP2 gathers it in high precision.
+    The formula is that of docs/experts.md. A weight is cast in every forward, as if FSDP2 gathers it in high precision.
 
     Args:
         products: all of its weights.
-        recipe: of the three products.
-        gpu: that they run on.
-        tokens: of one forward, before they are sent to experts; None where that is not known.
+        recipe: the recipe of the three products.
+        gpu: the GPU that they run on.
+        tokens: tokens of one forward, before they are sent to experts; None if not known.
     """
     share = products[0].uses / products[0].experts
     each = None if tokens is None else tokens * share
@@ -92,7 +92,7 @@ def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float
 
 
 def _least(speedup: Callable[[float], float]) -> int | None:
-    """The fewest tokens with which it is ``LEAST``; it grows with them."""
+    """Return the fewest tokens per expert with which ``speedup`` is ``LEAST``, by bisection; None beyond ``MANY``."""
     if speedup(MANY) < LEAST:
         return None
     few, enough = 0, MANY
@@ -103,7 +103,7 @@ def _least(speedup: Callable[[float], float]) -> int | None:
 
 
 def by_module(shapes: Shapes) -> dict[str, list[Product]]:
-    """The weights of each module of experts by its name."""
+    """Group the weights of experts by the name of their module."""
     found: dict[str, list[Product]] = {}
     for product in shapes.products:
         if product.experts:
@@ -112,7 +112,7 @@ def by_module(shapes: Shapes) -> dict[str, list[Product]]:
 
 
 def decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
-    """``shapes`` as ``experts="auto"`` would convert the model with so many tokens of a forward; or as they are."""
+    """Return ``shapes`` as ``experts="auto"`` decides with so many tokens in one forward; else unchanged."""
     if not shapes.undecided:
         return shapes
     left: dict[str, str] = {}
@@ -130,18 +130,18 @@ def decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
 
 
 def why_left(gain: ExpertGain) -> str:
-    """The reason of experts that ``experts="auto"`` leaves as they are."""
+    """Return the reason that reports give for experts that ``experts="auto"`` does not convert."""
     return f'experts="auto" leaves it: {gain}'
 
 
 def of_module(
     modules: Mapping[str, torch.nn.Module], fqn: str, recipe: Recipe, tokens: int | None
 ) -> ExpertGain:
-    """What is gained of a module of a model, on the GPU of this machine, or an H200 where it has none that is known."""
+    """Predict the speed-up of a module of experts on this machine's GPU, or on an H200 if that is not known."""
     return gain_of(expert_products(modules[""], fqn, None), recipe, gpu_here(), tokens)
 
 
 def gpu_here() -> Gpu:
-    """The GPU of this machine by its name, or an H200, whose figures were measured."""
+    """Return the GPU of this machine by its name, or an H200, whose figures were measured."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((gpu for gpu in GPUS.values() if gpu.name in name), H200)

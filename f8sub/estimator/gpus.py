@@ -1,4 +1,4 @@
-"""What a GPU does in a second: products by their kind, copies, casts, attention, collectives.
+"""Holds the rates of GPUs: FLOP/s of products by kind and of attention, bytes/s of copies and collectives.
 
 An H200's figures were measured; the data file of ``tests/estimator`` has each with its command. Those of other
 GPUs are an H200's, scaled by what data sheets say of both, but for the copies of an H100, which were measured.
@@ -19,7 +19,7 @@ VECTORS_BY_SQUARES, MX, FP4, OTHER = "1x128 by squares", "1x32, e8m0", "1x16, tw
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU.
+    """Holds the rates of one GPU.
 
     Attributes:
         name: as users write it.
@@ -46,16 +46,16 @@ class Gpu:
     grouped: frozenset[str] = frozenset()
 
     def rate(self, spec: GemmSpec) -> float:
-        """FLOP/s of a large product; the reference backend's where the GPU has no kernel for it."""
+        """Return the FLOP/s of a large product; the reference backend's where the GPU has no kernel for it."""
         return self.rates.get(kind_of_product(spec), self.rates[HIGH] / REFERENCE_TIMES_BF16)
 
     def is_native(self, spec: GemmSpec) -> bool:
-        """Whether a product runs on tensor cores that f8sub has a kernel for."""
+        """Return whether f8sub has a kernel for the product on this GPU's tensor cores."""
         return kind_of_product(spec) in self.rates
 
 
 def kind_of_product(spec: GemmSpec) -> str:
-    """One of the kinds above; ``OTHER`` for operands that go to the reference backend everywhere."""
+    """Return one of the kinds above; ``OTHER`` for operands that go to the reference backend everywhere."""
     if spec.a is None or spec.b is None:
         return HIGH
     kinds = {kind_of_tiles(spec.a), kind_of_tiles(spec.b)}
@@ -67,7 +67,7 @@ def kind_of_product(spec: GemmSpec) -> str:
 
 
 def kind_of_tiles(format: Float8Format) -> str:
-    """The kind of one operand's scales."""
+    """Return the kind of one operand's scales."""
     if not format.is_plain:
         return MX if format.scale_rule is ScaleRule.E8M0 else FP4
     tile = format.tile
@@ -110,7 +110,7 @@ def _by_data_sheet(
     note: str = ", not measured",
     grouped: frozenset[str] = frozenset(),
 ) -> Gpu:
-    """An H200 scaled by peaks, TB/s of memory and GB/s of links to other GPUs of the host."""
+    """Scale an H200 by peaks, TB/s of memory and GB/s of links to other GPUs of the host."""
     rates = {kind: _HOPPER.get(kind, _HOPPER[WHOLE]) * ratio for kind, ratio in peaks.items()}
     by_memory = bandwidth / 4.8
     attention = H200.attention * peaks[HIGH]
@@ -151,7 +151,7 @@ WITHOUT_GAIN = {
 
 
 def gpu_of(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
-    """The GPU of that name, in whatever case it is written.
+    """Return the GPU of that name, in whatever case it is written.
 
     Args:
         name: as users write it.

@@ -30,7 +30,7 @@ FIRST, SECOND, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Of a model some of whose parameters are frozen, and others learn.
+    """Describes a model some of whose parameters are frozen while others learn.
 
     Attributes:
         learning: bytes of the parameters that learn.
@@ -46,7 +46,7 @@ class Adapters:
 
 
 def adapters_of(model: torch.nn.Module, shapes: Shapes) -> Adapters | None:
-    """What a model has of adapters; None where nothing is frozen, or all of it."""
+    """Return the bytes of a model's adapters and base; None if no parameter is frozen, or all are."""
     parameters = dict(model.named_parameters())
     learning = sum(p.numel() * p.itemsize for p in parameters.values() if p.requires_grad)
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -67,7 +67,7 @@ def _is_codes(parameter: torch.Tensor) -> bool:
 
 
 def _saved(model: torch.nn.Module, shapes: Shapes) -> float:
-    """Of each adapter its x, in its own dtype, and what its first layer makes.
+    """Count the bytes per token that adapters save: each one's x, in its dtype, and its first layer's result.
 
     Siblings save one x, unless each casts it or drops elements of it for itself. What attention made is saved anyway.
     DoRA saves the two results that it scales.
@@ -118,14 +118,14 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """The sum, in bytes."""
         return sum(float(getattr(self, field.name)) for field in fields(self))
 
 
 def memory(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters | None = None) -> Memory:
-    """Of a whole step with AdamW: the peak is where backward begins, or where the last block's ends.
+    """Predict the bytes of a whole step with AdamW; the peak is where backward begins, or at the last block's end.
 
-    Of ``adapters`` over a frozen base the dtypes are those of the parameters, and what learns is the adapters.
+    With ``adapters`` over a frozen base the dtypes are those of the parameters, and only the adapters learn.
     """
     if adapters is not None:
         return _of_adapters(shapes, recipe, run, adapters)
@@ -142,7 +142,10 @@ def memory(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters |
 
 
 def _of_adapters(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters) -> Memory:
-    """A frozen layer saves no x and has no gradient; adapters save theirs, if their block is not checkpointed."""
+    """Predict the bytes over a frozen base, whose layers save no x and have no gradient.
+
+    Adapters save theirs, if their block is not checkpointed.
+    """
     learning, frozen = adapters.learning / run.shards, adapters.frozen / run.shards
     products = [p for p in shapes.products if f".{FIRST}." not in p.fqn and f".{SECOND}." not in p.fqn]
     base = replace(shapes, products=tuple(products))
@@ -166,7 +169,7 @@ def _of_adapters(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adap
 
 
 def frozen_bytes(products: Sequence[Product], run: Run) -> float:
-    """What one block of frozen layers saves for backward: y, or as many bytes of what is made of it, no x."""
+    """Count the bytes that a block of frozen layers saves: y, or as many of what is computed from it; no x."""
     made = 0.0
     for product in products:
         rows = run.tokens * product.uses
@@ -176,7 +179,7 @@ def frozen_bytes(products: Sequence[Product], run: Run) -> float:
 
 
 def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
-    """Of converted weights that are not sharded; FSDP2's all-gather casts shards into its own memory."""
+    """Count the bytes of float8 data of converted weights; 0 if sharded, as FSDP2 gathers into its own memory."""
     if recipe is None or run.sharded:
         return 0.0
     row = recipe.formats("w")[0]
@@ -185,7 +188,7 @@ def kept_codes(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
 
 
 def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
-    """What one block saves for backward.
+    """Count the bytes that one block saves for backward.
 
     Without checkpointing each x of a layer, as codes where wgrad reads those, and each y, or as many bytes of the
     residuals that it is added to. A checkpointed block saves its input and attention's result, and y of what it does
@@ -216,14 +219,14 @@ def _own_bytes(product: Product, recipe: Recipe | None, run: Run) -> float:
 
 
 def eager_saves(run: Run) -> float:
-    """Bytes for each element of x and y that are saved besides; a kernel for a norm or SwiGLU saves its input alone."""
+    """Return the further bytes saved per element of x and y; 0 if kernels of norms and SwiGLU save only their input."""
     return 0.0 if run.compiled or run.kernels else EAGER_SAVES
 
 
 def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) -> float:
-    """Of one block: what it saved or makes again, its gathered weights and its gradients before they are reduced.
+    """Count the bytes of a block in backward: saved or recomputed tensors, gathered weights, unreduced gradients.
 
-    It is the last one of backward, when no block is left to prefetch.
+    The block is the last one of backward, when no block is left to prefetch.
     """
     made_again = sum(_own_bytes(product, recipe, run) for product in products)
     elements = sum(product.elements for product in products)

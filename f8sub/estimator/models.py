@@ -1,4 +1,4 @@
-"""A model on the meta device, by what a command line says: shapes alone, no weights, and nothing is downloaded.
+"""Builds a named model on the meta device: shapes alone, no weights, and nothing is downloaded.
 
 Llama 3's shapes are here by size, for estimates without a forward.
 """
@@ -30,7 +30,7 @@ VOCABULARY = 128256
 
 
 class Llama3(nn.Module):
-    """Embeddings, blocks with transformers' names, and the output head."""
+    """Has embeddings, blocks with transformers' names, and the output head."""
 
     def __init__(self, blocks: int, hidden: int, forward: int, keys: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _block(hidden: int, forward: int, keys: int) -> nn.ModuleDict:
 
 
 def llama3(name: str) -> Llama3:
-    """The model of one of ``SIZES``."""
+    """Build the model of one of ``SIZES`` on meta."""
     with torch.device("meta"):
         return Llama3(*SIZES[name])
 
@@ -68,7 +68,7 @@ FORMS = (
 
 
 def named_or_given(model: torch.nn.Module | str) -> torch.nn.Module:
-    """A model itself, or the one that a name stands for; Float8ConfigError for anything else, or no such name."""
+    """Return a model itself, or the one that a name stands for; Float8ConfigError for anything else."""
     if isinstance(model, str):
         return load(model)
     if not isinstance(model, torch.nn.Module):
@@ -77,7 +77,7 @@ def named_or_given(model: torch.nn.Module | str) -> torch.nn.Module:
 
 
 def load(name: str) -> torch.nn.Module:
-    """The model of that name, on meta.
+    """Build the model of that name on meta.
 
     Args:
         name: one of ``FORMS``. A function takes no arguments, and returns a module or a config of torchtitan's trainer.
@@ -99,7 +99,7 @@ def load(name: str) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what libraries log of themselves when they are imported, such as kernels that they cannot load."""
+    """Silence what libraries log when they are imported, such as kernels that they cannot load."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

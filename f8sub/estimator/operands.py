@@ -1,4 +1,4 @@
-"""Bytes of float8 operands: of weights as they are sent and kept, of x as it is saved.
+"""Counts the bytes of float8 operands: of weights as they are sent and cached, of x as it is saved.
 
 The rules of an estimate's memory and wire, and of a conversion report's account.
 """

@@ -1,4 +1,4 @@
-"""An estimate as a page of 80 columns, and a step's estimate as a table of them."""
+"""Prints an estimate as a page of 80 columns, and a step's estimate as tables of the same width."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PEFTS = re.compile(r"\.base_layer$|(?<=\.lora_[AB])\.\w+$")
 
 
 def page(estimate: Estimate) -> str:
-    """The whole page."""
+    """Return the whole page of an estimate."""
     todo = ["What to do", *_bullets(estimate.advice)]
     if all(group.reason is not None for group in estimate.groups):  # float8 would change no figure
         sections = [_head(estimate), _layers(estimate, {}), todo]
@@ -42,7 +42,7 @@ def page(estimate: Estimate) -> str:
 
 
 def _letters(estimate: Estimate) -> dict[str, str]:
-    """A letter for each recipe that has kernels on the first GPU."""
+    """Return a letter for each recipe that has kernels on the first GPU, the fastest first."""
     first = [each for each in estimate.predictions if each.gpu == estimate.gpus[0].name and each.native]
     fastest = sorted(first, key=lambda each: -each.step)[:MOST_LETTERS]
     return dict(zip((each.recipe for each in fastest), ascii_lowercase, strict=False))
@@ -209,7 +209,7 @@ ERRORS = (
 
 
 def step_page(estimate: StepEstimate) -> str:
-    """The whole page."""
+    """Return the whole page of a step's estimate."""
     return "\n\n".join(
         "\n".join(lines) for lines in (_step_head(estimate), _speeds(estimate), _parts(estimate))
     )

@@ -1,4 +1,4 @@
-"""What is predicted: of recipes on a GPU, and of ways to train on many."""
+"""Holds predictions: of recipes on a GPU, and of ways to train on many."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ P = TypeVar("P")
 
 
 def one_of(predictions: Sequence[P], **asked: object) -> P:
-    """The prediction with these values; Float8ConfigError where there is none, which lists those that there are."""
+    """Return the prediction with these values; Float8ConfigError, which lists what there is, if there is none."""
     for each in predictions:
         if all(getattr(each, name) == value for name, value in asked.items()):
             return each
@@ -28,11 +28,11 @@ def one_of(predictions: Sequence[P], **asked: object) -> P:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A step that is replayed, and the host's part of one that is launched.
+    """Holds the speed of a step that is replayed, and the host's part of one that is launched.
 
     Attributes:
         replayed: speed as a multiple of bf16's, both replayed as a CUDA graph by ``f8sub.graph_step``.
-        replayed_seconds: of such a step: the GPU's time alone.
+        replayed_seconds: seconds of such a step: the GPU's time alone.
         host_seconds: what the host takes to launch the step from Python; a launched step is no shorter.
     """
 
@@ -42,13 +42,13 @@ class Speed:
 
     @property
     def host_binds(self) -> bool:
-        """Whether the GPU waits for the host where the step is launched."""
+        """True if the GPU waits for the host in a launched step."""
         return self.host_seconds > self.replayed_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction(Speed):
-    """One recipe on one GPU.
+    """Predicts one recipe on one GPU.
 
     Attributes:
         gpu: its name.
@@ -57,8 +57,8 @@ class Prediction(Speed):
         measured: whether measured runs on this GPU are held to the estimate; else it is from data sheets.
         blocks: bf16's time over float8's of all blocks, forward and backward; None without numbered blocks.
         step: the same of a whole step that Python launches.
-        step_seconds: of float8, launched.
-        bf16_seconds: of bf16, launched.
+        step_seconds: seconds of a launched step in float8.
+        bf16_seconds: seconds of a launched step in bf16.
         groups: the same ratio of each kind of layer, in the order of ``Estimate.groups``.
     """
 
@@ -75,7 +75,7 @@ class Prediction(Speed):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind and shape.
+    """Describes layers of one kind and shape.
 
     Attributes:
         name: of the layers, with ``*`` for numbers.
@@ -94,13 +94,13 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One checkpoint policy on the first GPU, with the recommended recipe.
+    """Predicts one checkpoint policy on the first GPU, with the recommended recipe.
 
     Attributes:
         checkpoint: its name.
         bf16: bytes at the peak, in bf16.
         float8: the same in float8.
-        bf16_seconds: of a step, launched.
+        bf16_seconds: seconds of a launched step in bf16.
         float8_seconds: the same in float8.
         fits: whether float8's bytes are at most 95 % of the GPU's memory.
     """
@@ -115,13 +115,13 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction(Speed):
-    """One way to train on so many GPUs.
+    """Predicts one way to train on so many GPUs.
 
     Attributes:
         gpus: how many.
         way: what is in float8, added to the ways before.
-        seconds: of a step that Python launches.
-        tokens_per_second: of a GPU.
+        seconds: seconds of a step that Python launches.
+        tokens_per_second: tokens per second on one GPU.
         over_bf16: speed as a multiple of bf16's, both launched.
         timeline: what of the step is compute, waiting, and slowed by collectives.
         loss: seconds of softmax and cross entropy.
@@ -142,7 +142,7 @@ class StepPrediction(Speed):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is predicted. ``str()`` is a page of 80 columns, ``as_dict()`` is for JSON.
+    """Holds an estimate of recipes on GPUs. ``str()`` is a page of 80 columns, ``as_dict()`` is for JSON.
 
     Times are of code compiled block by block. An H200's are fitted to measured runs,
     which they hit within 10 % but for those that ``docs/estimate.md`` names.
@@ -174,11 +174,11 @@ class Estimate:
     advice: tuple[str, ...]
 
     def of(self, gpu: str, recipe: str) -> Prediction:
-        """One prediction; Float8ConfigError where there is none, which lists those that there are."""
+        """Return one prediction; Float8ConfigError where there is none, which lists those that there are."""
         return one_of(self.predictions, gpu=gpu, recipe=recipe)
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, in seconds, bytes and ratios, as JSON takes them."""
+        """Return all figures, in seconds, bytes and ratios, as JSON takes them."""
         found = asdict(self)
         found["parameters"] = self.shapes.parameters
         found["blocks"] = len(self.shapes.blocks)
@@ -195,7 +195,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """What is predicted. ``str()`` is a table, ``as_dict()`` is for JSON.
+    """Holds an estimate of steps on several numbers of GPUs. ``str()`` is a table, ``as_dict()`` is for JSON.
 
     Attributes:
         title: the model's class.
@@ -223,11 +223,11 @@ class StepEstimate:
         return tuple(dict.fromkeys(each.way for each in self.predictions))
 
     def of(self, gpus: int, way: str) -> StepPrediction:
-        """One prediction; Float8ConfigError where there is none, which lists those that there are."""
+        """Return one prediction; Float8ConfigError where there is none, which lists those that there are."""
         return one_of(self.predictions, gpus=gpus, way=way)
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, in seconds and ratios, as JSON takes them."""
+        """Return all figures, in seconds and ratios, as JSON takes them."""
         first = self.clusters[0]
         return {
             "title": self.title,

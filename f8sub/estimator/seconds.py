@@ -1,4 +1,4 @@
-"""Seconds of layers and blocks on one GPU, part by part, from shapes; and of the host that launches them.
+"""Predicts seconds of layers and blocks on one GPU, part by part, from shapes; and of the host that launches them.
 
 A product takes its FLOPs at the rate of its kind, or its bytes at a copy's speed, whichever is longer. A cast takes its
 bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work and FSDP2's
@@ -36,7 +36,7 @@ from f8sub.recipe import GemmSpec, Recipe
 
 
 class Rate(NamedTuple):
-    """Of one kind of product on an H200.
+    """Holds the speed of one kind of experts' product on an H200.
 
     Attributes:
         flops: FLOP/s of a large one.
@@ -69,12 +69,12 @@ READ_AGAIN = 3
 
 
 def by_expert_seconds(spec: GemmSpec, m: float, k: float, n: float, experts: int, gpu: Gpu) -> float:
-    """Of fprop and dgrad: (m, k) tokens by (experts, n, k), to (m, n) in bf16."""
+    """Predict the seconds of experts' fprop or dgrad: tokens (m, k) by weights (experts, n, k), to (m, n) in bf16."""
     return _seconds(spec, 2 * m * n * k, (m * k, experts * n * k), m * n, gpu)
 
 
 def over_tokens_seconds(spec: GemmSpec, m: float, n: float, k: float, experts: int, gpu: Gpu) -> float:
-    """Of wgrad: (n, m) by (k, m) over each expert's part of m, to (experts, n, k) in bf16."""
+    """Predict the seconds of experts' wgrad: (n, m) by (k, m) over each expert's m, to (experts, n, k) in bf16."""
     return _seconds(spec, 2 * m * n * k, (m * n, m * k), experts * n * k, gpu)
 
 
@@ -125,7 +125,7 @@ in backward, whatever the size of its head, so that small heads are slower a FLO
 
 
 class Host(NamedTuple):
-    """Seconds of the host for a step of one compiled block, launched from Python.
+    """Holds the host's seconds for a step of one compiled block, launched from Python.
 
     Attributes:
         block: in bf16, layers that stay in high precision included.
@@ -168,7 +168,7 @@ as much as the first.
 
 
 class Cast(NamedTuple):
-    """What casts cost by usage: bytes an element of bf16, share of a copy's speed, launches."""
+    """Holds the cost of a cast by usage: bytes per bf16 element, share of a copy's speed, number of launches."""
 
     both: tuple[float, float, int]
     row: tuple[float, float, int]
@@ -196,16 +196,16 @@ DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a model is trained.
+    """Describes how a model is trained.
 
     Attributes:
-        tokens: of one GPU in a step.
+        tokens: tokens per GPU in a step.
         sequence: tokens that attend to each other.
         shards: GPUs that share one copy of the weights.
         replicas: copies of the weights.
         checkpoint: one of ``CHECKPOINTS``.
-        compiled: by ``torch.compile``, block by block.
-        sharded: by ``fully_shard``, a block a group; else the weights stay on one GPU, in bf16.
+        compiled: whether ``torch.compile`` compiles each block.
+        sharded: whether ``fully_shard`` shards, one group per block; else the weights stay on one GPU, in bf16.
         kernels: whether eager norms and activations are a kernel each, such as Liger-Kernel's.
         clipped: whether gradients are clipped by their norm.
     """
@@ -222,24 +222,24 @@ class Run:
 
     @property
     def master_bytes(self) -> int:
-        """Of a parameter."""
+        """The bytes of a parameter of the master weight: float32 under FSDP2, else bf16."""
         return 4 if self.sharded else 2
 
     @property
     def optimizer_passes(self) -> int:
-        """Times a parameter's bytes that clipping and AdamW move."""
+        """The bytes that clipping and AdamW move, as a multiple of a parameter's."""
         return ADAMW + CLIPPING * self.clipped
 
     @property
     def elementwise(self) -> float:
-        """Bytes moved for each element of a layer's x and y."""
+        """The bytes that elementwise work moves per element of a layer's x and y."""
         eager = ELEMENTWISE_KERNELS if self.kernels else ELEMENTWISE_EAGER
         return ELEMENTWISE if self.compiled else eager
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of a step, or a part of it.
+    """Holds the seconds of a step, or of a part of it.
 
     Attributes:
         gemms: products with weights.
@@ -257,7 +257,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """The sum, in seconds."""
         return sum(float(getattr(self, name)) for name in self.__slots__)
 
     def __add__(self, other: "Seconds") -> "Seconds":
@@ -267,15 +267,15 @@ class Seconds:
 def linear_seconds(
     product: Product, recipe: Recipe | None, gpu: Gpu, run: Run, repeated: bool = False, gathered: bool = True
 ) -> Seconds:
-    """Of one weight's three products and what they are cast from.
+    """Predict the seconds of one weight's three products and of the casts of their operands.
 
     Args:
         product: the weight; ``recipe`` is for those that are converted.
         recipe: None for bf16.
-        gpu: where.
-        run: how.
-        repeated: whether backward makes y again.
-        gathered: whether the weight comes as float8 codes.
+        gpu: the GPU that runs them.
+        run: how the model is trained.
+        repeated: whether backward computes y again.
+        gathered: whether the weight is gathered as float8 data.
     """
     used = recipe if product.reason is None else None
     if used is not None and product.experts and is_one_by_one(used):
@@ -303,7 +303,7 @@ def linear_seconds(
 
 
 def _gemms(product: Product, recipe: Recipe | None, rows: float, gpu: Gpu) -> tuple[float, float, float]:
-    """Seconds of fprop, dgrad and wgrad of so many rows of x."""
+    """Predict the seconds of fprop, dgrad and wgrad for x of (rows, K)."""
     n, k, experts = product.rows, product.cols, product.experts
     specs = (HIGH_GEMM,) * 3 if recipe is None else (recipe.fprop, recipe.dgrad, recipe.wgrad)
     if not experts:
@@ -320,13 +320,13 @@ def _gemms(product: Product, recipe: Recipe | None, rows: float, gpu: Gpu) -> tu
 
 
 def fprop_seconds(product: Product, recipe: Recipe | None, run: Run, gpu: Gpu) -> float:
-    """Of one forward's product with a weight."""
+    """Predict the seconds of one forward's product with a weight."""
     used = recipe if product.reason is None else None
     return _gemms(product, used, run.tokens * product.uses, gpu)[0]
 
 
 def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> float:
-    """Of one product, (m, k) by (n, k), to bf16: it reads while it multiplies, and then writes."""
+    """Predict the seconds of one product, (m, k) by (n, k), to (m, n) in bf16."""
     size = [2.0 if operand is None else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)]
     read = m * k * size[0] + n * k * size[1]
     return max(2 * m * n * k / gpu.rate(spec), read / gpu.copy) + 2 * m * n / gpu.copy + GAP
@@ -357,7 +357,7 @@ def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: Cast | None, g
 
 
 def repeats(products: Sequence[Product], run: Run) -> list[bool]:
-    """Which products of one block backward makes again."""
+    """Return for each product of one block whether backward repeats it."""
     if run.checkpoint in (NONE, GEMMS):
         return [False] * len(products)
     last = last_of(products)
@@ -372,14 +372,14 @@ def repeats(products: Sequence[Product], run: Run) -> list[bool]:
 
 
 def last_of(products: Sequence[Product]) -> int:
-    """Which is the product whose y nothing in the block reads: the last one that has its x for itself."""
+    """Return the index of the product whose y nothing in the block reads: the last one that shares its x with none."""
     readers = Counter(product.reads for product in products)
     alone = [i for i, product in enumerate(products) if readers[product.reads] == 1]
     return alone[-1] if alone else len(products) - 1
 
 
 def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run) -> Seconds:
-    """Of one numbered block, forward and backward, collectives aside."""
+    """Predict the seconds of one numbered block, forward and backward, collectives aside."""
     found = Seconds()
     for product, again in zip(products, repeats(products, run), strict=True):
         found += linear_seconds(product, recipe, gpu, run, again, run.sharded)
@@ -396,7 +396,7 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
 
 
 def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
-    """Of one forward, or as much of backward, of the attention that a layer reads."""
+    """Predict the seconds of one forward of causal attention, or of as much of backward, whose result a layer reads."""
     scores = run.tokens * run.sequence / 2 * product.cols / product.head
     flops = 4 * product.head / gpu.attention
     # A GPU's rate is that of heads of HEAD_SIZE, whose exponentials it includes.
@@ -405,7 +405,7 @@ def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
 
 
 def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
-    """The format of the codes in which a weight is gathered, as it is stored; None where that is in high precision."""
+    """Return the format in which a weight is gathered, as it is stored; None if in high precision."""
     if recipe is None or product.reason is not None or None in recipe.formats("w"):
         return None
     row = recipe.formats("w")[0]
@@ -415,7 +415,7 @@ def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
 
 
 def code_bytes(product: Product, recipe: Recipe | None) -> float:
-    """Bytes an element of a gathered weight, scales aside."""
+    """Return the bytes per element of a gathered weight, scales aside."""
     format = wire_format(product, recipe)
     return 2.0 if format is None else 1 / format.codes_per_byte
 
@@ -423,7 +423,7 @@ def code_bytes(product: Product, recipe: Recipe | None) -> float:
 def copy_seconds(
     products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run, passes: int = 2
 ) -> Seconds:
-    """Of FSDP2's casts of shards, and of its copies into and out of the buffers of collectives."""
+    """Predict the seconds of FSDP2's casts of shards, and of its copies into and out of the buffers of collectives."""
     if not run.sharded:
         return Seconds()
     copies = 0.0
@@ -438,7 +438,7 @@ def copy_seconds(
 
 
 def rest_of(shapes: Shapes) -> tuple[Product, Product]:
-    """What is gathered and multiplies nothing: the parameters that learn, and those that do not."""
+    """Return as products of no rows what is gathered and multiplies nothing: parameters that learn, and frozen ones."""
     learning = Product(
         "", 0, 0, 0, shapes.other_parameters - shapes.other_frozen, "no product", "", False, None
     )
@@ -446,12 +446,12 @@ def rest_of(shapes: Shapes) -> tuple[Product, Product]:
 
 
 def loss_seconds(logits: int, gpu: Gpu, run: Run) -> float:
-    """Of softmax and cross entropy over so many logits of a token."""
+    """Predict the seconds of softmax and cross entropy over so many logits per token."""
     return run.tokens * logits * (LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER) / gpu.copy
 
 
 def optimizer_seconds(learning: int, gpu: Gpu, run: Run) -> float:
-    """Of clipping and AdamW over this GPU's share of so many parameters."""
+    """Predict the seconds of clipping and AdamW over this GPU's share of so many parameters."""
     return learning / run.shards * run.master_bytes * run.optimizer_passes / gpu.copy
 
 
@@ -464,13 +464,13 @@ def host_seconds(
     in_float8: bool = False,
     parts: int = 1,
 ) -> float:
-    """Of the host, which launches a step of one block from Python; 0 in eager code, whose host was not measured.
+    """Predict the host's seconds to launch a step of one block from Python; 0 in eager code, which was not measured.
 
     Args:
         products: the block's.
         recipe: None for bf16; layers that stay in high precision are launched as in bf16.
         run: how the model is trained.
-        gathers: whether FSDP2 gathers codes.
+        gathers: whether FSDP2 gathers float8 data.
         in_float8: whether gradients are reduced in float8.
         parts: GPUs that share a layer.
     """
@@ -483,7 +483,7 @@ def host_seconds(
 
 
 def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dict[tuple[str, int], float]:
-    """Seconds of each weight's products and casts, by its name and N."""
+    """Predict the seconds of each weight's products and casts, by its name and N."""
     found: dict[tuple[str, int], float] = {}
     outside = shapes.outside
     for products in (*shapes.blocks.values(), outside):
@@ -499,7 +499,7 @@ BF16, FLOAT32 = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes that one GPU receives, or for reductions sends, in a step.
+    """Holds the bytes that one GPU receives, or for reductions sends, in a step.
 
     Attributes:
         gathered: all-gathers of weights; of a block two, forward's and backward's.
@@ -515,7 +515,7 @@ class Wire:
 
 
 def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
-    """Of ``fully_shard``, a block a group, resharded after forward; ``recipe`` None for bf16."""
+    """Count the bytes of ``fully_shard``, one group per block, resharded after forward; ``recipe`` None for bf16."""
     whole = shapes.other_parameters * BF16 + sum(
         gathered_bytes(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
     )
@@ -530,7 +530,7 @@ def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
 
 
 def gathered_bytes(product: Product, recipe: Recipe | None) -> int:
-    """Of a whole weight as an all-gather fills it, scales that stay in their rows included."""
+    """Count the bytes that an all-gather fills with a whole weight, scales that stay in their rows included."""
     row = wire_format(product, recipe)
     if row is None or not product.elements:
         return product.elements * BF16

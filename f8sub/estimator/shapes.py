@@ -1,4 +1,4 @@
-"""What a model multiplies by, read off its modules: shapes, what shares an x, blocks, and what would be converted."""
+"""Reads a model's products off its modules: shapes, what shares an x, blocks, and what would be converted."""
 
 import math
 import warnings
@@ -49,7 +49,7 @@ HEAD_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A weight, and what multiplies by it.
+    """Describes a weight, and how much multiplies by it.
 
     Attributes:
         fqn: the module's name; of a weight of experts that weight's.
@@ -94,18 +94,18 @@ class Product:
 
     @property
     def shares_x(self) -> bool:
-        """Whether a sibling before it reads the same x."""
+        """True if a sibling before it reads the same x."""
         return self.reads != self.fqn
 
     @property
     def multiplications(self) -> float:
-        """Of one token."""
+        """Multiplications of one token."""
         return self.rows * self.cols * self.uses
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """A model.
+    """Holds the shapes of a model.
 
     Attributes:
         products: all that it multiplies by, in its order.
@@ -213,7 +213,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
 
 
 def _counted(model: torch.nn.Module, products: list[Product]) -> list[Product]:
-    """Products with the uses that a forward has of them, where it has any."""
+    """Return the products with the uses that a forward counts, where it counts any."""
     count = count_of_made_up(model)
     if isinstance(count, str) or not count.tokens:
         return products
@@ -230,14 +230,14 @@ def _counted(model: torch.nn.Module, products: list[Product]) -> list[Product]:
 
 
 def reads_attention(fqn: str) -> bool:
-    """Whether a layer's x is what attention made, told by its name."""
+    """Return whether a layer's x is the result of attention, judged by its name."""
     *parents, name = fqn.split(".")
     own = any(word in part for part in parents for word in ("attn", "attention"))
     return name in SAVED_INPUTS or (own and name in ATTENTION_OUTPUTS)
 
 
 def block_of(fqn: str) -> str | None:
-    """``model.layers.3`` of ``model.layers.3.mlp.up_proj``."""
+    """Return the block's name: ``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None outside of blocks."""
     parts = fqn.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -248,7 +248,7 @@ def block_of(fqn: str) -> str | None:
 def _others(
     model: torch.nn.Module, reasons: Mapping[str, str | None]
 ) -> tuple[list[Product], tuple[str, ...]]:
-    """Experts, attention of torch, Conv1D and routers; and the classes of what cannot be counted."""
+    """Return experts, torch's attention, Conv1D and routers; and the classes of what cannot be counted."""
     found: list[Product] = []
     not_counted: dict[str, None] = {}
     for other in other_weights(model):
@@ -270,7 +270,7 @@ def _others(
 
 
 def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> list[Product]:
-    """The weights of a module of experts whose seam is known, in the order in which its parameters are.
+    """Return the weights of a module of experts whose seam is known, in the order of its parameters.
 
     Args:
         model: the model.
@@ -300,12 +300,12 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
 
 
 def _are_frozen(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters take no gradient while others of the model do; before adapters are added none does."""
+    """Return whether these parameters take no gradient while others of the model do."""
     return not any(p.requires_grad for p in parameters) and any(p.requires_grad for p in model.parameters())
 
 
 def alike(products: Sequence[Product]) -> dict[tuple[str, int, int, str | None], list[Product]]:
-    """Products of one kind, shape and reason, by those."""
+    """Group the products by kind, N, K and reason."""
     found: dict[tuple[str, int, int, str | None], list[Product]] = {}
     for product in products:
         key = kind_of(product.fqn), product.rows, product.cols, product.reason

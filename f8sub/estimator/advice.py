@@ -59,6 +59,7 @@ def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) ->
     steps = {each.recipe: each.replayed for each in predictions if each.native}
     if not steps:
         return None
+    # Differences below ``NEAR`` are smaller than the errors of an estimate.
     near = [recipe for recipe in recipes if steps.get(recipe.name, 0) >= max(steps.values()) * (1 - NEAR)]
     return max(near, key=lambda recipe: (*_precision(recipe), steps[recipe.name]))
 
@@ -68,6 +69,7 @@ def _precision(recipe: Recipe) -> tuple[bool, int, int]:
     formats = [format for operand in OPERANDS for format in recipe.formats(operand) if format is not None]
     edges = [edge for format in formats for edge in (format.tile.rows, format.tile.cols)]
     e5m2 = sum(format.dtype == torch.float8_e5m2 for format in formats)
+    # First scales of the current step, then few operands in e5m2, then scales of few elements.
     return recipe.delayed is None, -e5m2, -sum(edge == ALL for edge in edges)
 
 
@@ -97,6 +99,7 @@ def advice(
         return
     best = next(each for each in predictions if each.recipe == recipe.name)
     step = step_of(shapes, Arm(recipe), cluster, run)
+    # Judged by replayed steps: the host slows every recipe down.
     if best.replayed < LITTLE:
         yield (
             f"Float8 {'gains little' if best.step >= 1 else 'loses time'} here: {recipe.name} makes a step "
@@ -117,6 +120,7 @@ def advice(
     if skip := losing(shapes, recipe, cluster, run):
         yield f"These layers lose time in float8: skip={skip}"
     yield from _of_memory(policies, cluster.gpu, run)
+    # What compute waits for, and what hidden collectives take from it.
     exposed = (step.timeline.waiting + step.timeline.tax) / step.replayed
     if exposed > MUCH_EXPOSED:
         yield (
@@ -138,6 +142,7 @@ def host_measured(blocks: int, replayed: float, parts: int = 1) -> str:
         return f"{MEASURED_OF_PARTS} Give a GPU more tokens."
     if replayed <= 1:
         return "So few tokens gain nothing on the GPU either: give it more."
+    # seconds per block to ms per step
     least, most = (blocks * each * 1e3 for each in HOST_RANGE)
     return (
         f"Hosts that were measured would take {least:.0f} to {most:.0f} ms. {MEASURED} Replay the step by "
@@ -155,6 +160,7 @@ def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> I
     for (kind, converted), modules in kinds.items():
         share = sum(product.multiplications for products in modules for product in products) / whole
         names = {product.fqn for products in modules for product in products}
+        # With these experts in float8, and with them in bf16; other layers stay as they are.
         steps = [
             plain / step_of(_in_float8(shapes, names, reason), Arm(recipe), cluster, run).replayed
             for reason in (None, "asked for")
@@ -213,11 +219,14 @@ def losing(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> list[s
     families: dict[str, list[Product]] = defaultdict(list)
     for product in shapes.products:
         if product.reason is None:
+            # Experts are skipped by module, and siblings share the cast of their x.
             families[product.module if product.experts else product.reads].append(product)
     found: dict[str, None] = {}
     for family in families.values():
         saved = _saved_on_the_wire(family, recipe, cluster, run) if family[0].experts else 0.0
+        # A sibling that does not pay for the cast may still lose by itself.
         losers = [p for p in family if p.shares_x and not p.experts and _gain(times, [p]) < 0]
+        # If all of them together lose, all of them are skipped.
         if _gain(times, family) + saved < 0:
             losers = family
         found.update(dict.fromkeys(kind_of(product.module) for product in losers))

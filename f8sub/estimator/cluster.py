@@ -66,6 +66,7 @@ class Cluster:
     @property
     def neighbours(self) -> int:
         """The number of a shard group's ranks on one host."""
+        # GPUs that share layers are next to each other, and leave a host fewer ranks of a shard group.
         return min(self.shards, max(1, self.per_host // self.parts))
 
     @property
@@ -81,12 +82,15 @@ class Cluster:
     @property
     def nic(self) -> float:
         """The bytes/s of a GPU to other hosts."""
+        # bits to bytes
         return self.network / 8 * NETWORK
 
     def ring(self, size: float) -> float:
         """Predict the seconds of an all-gather or reduce-scatter of so many bytes in all."""
         away = size * (self.shards - 1) / self.shards
+        # Each NIC of a host carries an equal part.
         across = away / self.neighbours / self.nic if self.hosts > 1 else 0.0
+        # NVLink and NICs work at once: the slower of both decides.
         return max(away / self.link, across) + self._steps()
 
     def exchange(self, elements: float, flat: bool) -> float:
@@ -94,8 +98,10 @@ class Cluster:
         if self.hosts == 1:
             return elements * CODE * (self.shards - 1) / self.shards / self.link + self._steps()
         if flat or self.neighbours == 1:
+            # Only what leaves the host counts.
             away = (self.shards - self.neighbours) / self.shards
             return elements * CODE * away / self.nic + self._steps()
+        # First hop: partial sums in bfloat16 over NVLink. Second hop: e4m3 over the NICs.
         within = elements * 2 * (self.neighbours - 1) / self.neighbours / self.link
         across = elements / self.neighbours * CODE * (self.hosts - 1) / self.hosts / self.nic
         return within + across + self._steps()
@@ -104,12 +110,14 @@ class Cluster:
         """Predict the seconds of HSDP's all-reduce of a shard of so many bytes over the replicas."""
         if self.replicas == 1:
             return 0.0
+        # Replicas are the outermost dimension of the mesh, so they are on different hosts if there are several.
         rate = self.nic if self.gpus > self.per_host else self.link
         return 2 * size * (self.replicas - 1) / self.replicas / rate + self.latency
 
     @property
     def latency(self) -> float:
         """The seconds of an all-reduce of few bytes over all GPUs."""
+        # Small tensors are reduced in trees: steps grow as the logarithm of the hosts.
         return 2e-5 + STEP_OF_NETWORK * max(1, (self.gpus // self.per_host).bit_length())
 
     def _steps(self) -> float:
@@ -214,8 +222,10 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
         return Group(first, compute - first, 0.0, 0.0, 0.0, 0.0, 0.0)
     copies = seconds.copy_seconds(products, on_wire, gpu, run, passes=1 if outside else 2).copies
     whole = sum(product.elements for product in products if not product.frozen)
+    # ``copy_seconds`` counts the copy of a float32 reduction.
     copies += whole * (COPY_IN[arm.reduction] - seconds.COPY_IN) / gpu.copy
     code = sum(product.elements * seconds.code_bytes(product, on_wire) for product in products)
+    # Forward copies the gathered weights out of the buffer: one read and one write.
     copy_out = 2 * code / gpu.copy
     gather = cluster.ring(code)
     if arm.scales_by_weight:
@@ -227,7 +237,7 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
         backward=compute - first + copies - copy_out,
         gather=gather,
         reduce=reduce,
-        replicate=cluster.all_reduce(4 * whole / cluster.shards),
+        replicate=cluster.all_reduce(4 * whole / cluster.shards),  # float32
         gather_tax=hidden(HIDDEN_GATHER, code, cluster),
         reduce_tax=reduce_tax,
     )
@@ -237,7 +247,9 @@ def computed(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
     """Predict the seconds of products, casts, attention, elementwise work and tensor parallelism's collectives."""
     gathered = run.sharded and (arm.gathers or arm.recipe is None)
     if outside:
+        # Only blocks are checkpointed.
         own = cluster.gpu, replace(run, checkpoint=NONE), False, gathered
+        # ``rest_of`` is gathered, and multiplies nothing.
         multiplied = [product for product in products if product.multiplications]
         return sum((seconds.linear_seconds(p, arm.recipe, *own) for p in multiplied), Seconds()).total
     found = seconds.block_seconds(products, arm.recipe, cluster.gpu, replace(run, sharded=gathered))
@@ -249,7 +261,9 @@ def tensor_parallel_seconds(products: Sequence[Product], cluster: Cluster, run: 
     """Predict the seconds of all-gathers and reduce-scatters of activations in bfloat16, which nothing hides."""
     if cluster.parts == 1 or not products:
         return 0.0
+    # activations [tokens, hidden] in bf16, less the part of the GPU itself
     size = 2 * run.tokens * products[0].cols * (cluster.parts - 1) / cluster.parts
+    # forward, backward, and forward once more
     passes = 3 if run.checkpoint != NONE else 2
     return passes * TP_COLLECTIVES * size / cluster.link
 
@@ -268,6 +282,7 @@ def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, fl
     if arm.reduction in (FLOAT32, BF16):
         return cluster.ring(size), hidden(HIDDEN_REDUCTION, size, cluster)
     flat = arm.reduction == E4M3_FLAT
+    # The sum reads 1 byte per element, a shard of every rank, and writes a shard in float32.
     adding = elements * (1 + 4 / cluster.shards) * ADD / cluster.gpu.copy
     tax = adding + hidden(HIDDEN_GATHER, size, cluster)
     if cluster.hosts > 1 and cluster.neighbours > 1 and not flat:
@@ -335,6 +350,7 @@ def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
     compute = sum(group.forward + group.backward for group in (*blocks, outside))
     tax = 0.0
     blocks = blocks or [NOTHING]
+    # ``now`` is the clock of compute, ``queue`` that of the communicator.
     queue = outside.gather + blocks[0].gather
     now = queue
     for i, block in enumerate(blocks):
@@ -344,6 +360,7 @@ def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
             longer = _beside(block.forward, blocks[i + 1].gather, blocks[i + 1].gather_tax)
         tax += longer
         now += block.forward + longer
+        # The next block waits for its gather.
         now = max(now, queue)
     forward = now = now + outside.forward
     # The last block is gathered again beside what is outside.
@@ -351,17 +368,21 @@ def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
     now = max(now + outside.backward, queue)
     reduced, replicas = now, now
     for i in reversed(range(len(blocks))):
+        # This block was gathered while the one before computed.
         begin = max(now, queue)
         beside, longer = 0.0, 0.0
         if i + 1 < len(blocks):
+            # The reduction comes before the prefetch of the next block.
             reduced = max(queue, begin) + blocks[i + 1].reduce
             queue, beside, longer = reduced, blocks[i + 1].reduce, blocks[i + 1].reduce_tax
+            # All-reduces over replicas have a communicator of their own.
             replicas = max(replicas, reduced) + blocks[i + 1].replicate
         if i > 0:
             queue = max(queue, begin) + blocks[i - 1].gather
             beside, longer = beside + blocks[i - 1].gather, longer + blocks[i - 1].gather_tax
         longer = _beside(blocks[i].backward, beside, longer)
         tax += longer
+        # Its gradients take the buffer of the reduction before, so it ends no sooner than that.
         now = max(begin + blocks[i].backward + longer, reduced)
     queue = max(queue, now) + blocks[0].reduce
     replicas = max(replicas, queue) + blocks[0].replicate
@@ -372,8 +393,10 @@ def timeline(blocks: Sequence[Group], outside: Group) -> Timeline:
 
 def _beside(compute: float, collective: float, tax: float) -> float:
     """Return the seconds that a collective adds to compute, which it slows evenly and which may end before it."""
+    # The collective ends first: compute bears all of its tax.
     if collective <= compute + tax:
         return tax
+    # Else compute is slowed for as long as it runs, t: t = compute + share * t.
     share = tax / collective
     return compute * share / (1 - share)
 
@@ -410,6 +433,7 @@ def groups_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> list[Grou
     found: dict[tuple[Product, ...], Group] = {}
     blocks = []
     for products in shapes.blocks.values():
+        # Blocks that differ in names alone are equal.
         key = tuple(replace(p, fqn="", reads=str(p.shares_x), block="") for p in products)
         if key not in found:
             found[key] = group_of(products, arm, cluster, run, outside=False)
@@ -431,6 +455,7 @@ def step_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> Step:
     blocks = groups_of(part, arm, cluster, run)
     outside = group_of([*part.outside, *seconds.rest_of(part)], arm, cluster, run, outside=True)
     optimizer = seconds.optimizer_seconds(part.learning, cluster.gpu, run)
+    # the one all-reduce of all amaxes, after the optimizer
     if arm.recipe is not None and arm.gathers and not arm.scales_by_weight and cluster.gpus > 1:
         optimizer += cluster.latency
     host = sum(

@@ -80,6 +80,7 @@ class Copies:
         self._made: dict[int, Any] = {}
         self._originals: list[Any] = []  # alive, so that no other object gets an id of theirs
         self._modules = {id(module): module for module in model.modules()}
+        # Masters take the place of float8 weights: the copy multiplies in high precision.
         values = {p: _as_it_is(p) if with_values else on_meta(p) for p in model.parameters()}
         storages = Counter(value.untyped_storage()._cdata for value in values.values())
         for parameter, value in values.items():
@@ -90,6 +91,7 @@ class Copies:
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(f"a {type(module).__name__} has no Python forward")
             cls: Any = _plain_class_of(module)
+            # Attributes are filled in below, when every module has a copy that they can refer to.
             self._keep(module, cls.__new__(cls))
         for module in self._modules.values():
             self._fill(module, training)
@@ -108,6 +110,7 @@ class Copies:
         for name in ("_parameters", "_buffers", "_modules"):
             state[name] = {key: self._copied(each) for key, each in state[name].items()}
         for name, value in state.items():
+            # No hooks but those that compute a weight.
             if "_hooks" in name and isinstance(value, OrderedDict):
                 state[name] = OrderedDict(
                     (key, hook)
@@ -118,6 +121,7 @@ class Copies:
                 state[name] = self._copied(value)
         if not self._with_values and hasattr(module, PADDING_WARNING):
             state[PADDING_WARNING] = _nothing
+        # ``module.compile()`` puts a compiled forward there, which would hide operators.
         state["_compiled_call_impl"] = None
         if training is not None:
             state["training"] = training
@@ -132,6 +136,7 @@ class Copies:
         made.__dict__.update(state)
 
     def _copied(self, value: Any) -> Any:
+        # What attributes share in the model they share in the copy.
         if id(value) in self._made:
             return self._made[id(value)]
         if isinstance(value, torch.Tensor):
@@ -229,6 +234,7 @@ class Products(DispatchMode):  # type: ignore[misc]
         not_known: operators of other libraries that took a weight, and the weights' names.
     """
 
+    # flex_attention is one.
     supports_higher_order_operators = True
 
     def __init__(
@@ -239,6 +245,7 @@ class Products(DispatchMode):  # type: ignore[misc]
         self._active: dict[int, StorageWeakRef] = {}
         self._names: dict[int, tuple[StorageWeakRef, list[Key]]] = {}
         for key, weight in weights:
+            # Biases and norms are no operands of products.
             if weight.dim() > 1:
                 storage = StorageWeakRef(weight.untyped_storage())
                 self._names.setdefault(storage.cdata, (storage, []))[1].append(key)
@@ -267,11 +274,13 @@ class Products(DispatchMode):  # type: ignore[misc]
         return out
 
     def _count(self, multiplications: float, operands: tuple[torch.Tensor, ...]) -> None:
+        # The second operand first: layers have their weight there.
         names = next(filter(None, map(self._names_of, reversed(operands))), None)
         if names is None:
             self.of_activations += multiplications
             return
         running = self._running.names
+        # A tied weight has several names: that of the innermost module that runs counts.
         own = max(names, key=lambda key: running.index(_owner(key)) if _owner(key) in running else -1)
         if _owner(own) in running:
             self.own[own] += multiplications
@@ -282,6 +291,7 @@ class Products(DispatchMode):  # type: ignore[misc]
         """Remember what came out: an activation, something computed from a weight, or neither."""
         active = any(_id(tensor) in self._active for tensor in given)
         known = next(filter(None, map(self._names_of, given)), None)
+        # Matrices that inputs pick from a stack of weights, such as those of one expert, are weights still.
         if active and known and name in PICKED:
             active = given[0].dim() < 3 or not self._names_of(given[0])
         for tensor in _tensors(out):
@@ -322,19 +332,24 @@ def _operands(
     """Return an operator's multiplications, and its operands; None if it is no product of matrices."""
     if name in MATRIX_PRODUCTS:
         a, b = given[MATRIX_PRODUCTS[name] :][:2]
+        # Each element of a is multiplied by every column of b.
         rows = float(a.numel())
         if name in GROUPED and a.dim() == 2 and b.dim() == 3:
             rows = float(_rows_of_groups(a, given) * a.shape[1])
         return rows * (b.shape[-1] if b.dim() > 1 else 1), (a, b)
     if "convolution" in name and "backward" not in name:
         x, w = args[:2]
+        # the seventh argument of aten.convolution
         transposed = len(args) > 6 and args[6] is True
+        # Every position multiplies the whole filter: positions of x if transposed, else of y.
         positions = x.numel() // x.shape[1] if transposed else out.numel() // w.shape[0]
         return float(positions * w.numel()), (x, w)
+    # nn.Bilinear
     if name == "_trilinear":
         return float(out.numel() * math.prod(args[1].shape[1:])), (args[0], args[2], args[1])
     if "scaled_dot_product" in name or "flex_attention" in name:
         q, k, v = args[:3]
+        # q by k, and scores by v; a causal mask leaves out nothing here.
         return float(math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])), ()
     return None
 
@@ -415,6 +430,7 @@ def count(model: torch.nn.Module, batch: Batch) -> Count:
     what = _shown(batch)
     try:
         if why is None:
+            # A forward may write into its inputs.
             batch = tree_map_only(torch.Tensor, torch.clone, _plain(batch))
             return _count(model, Copies(model, with_values=True), model, batch, f"one forward of {what}")
         batch = tree_map_only(torch.Tensor, on_meta, _plain(batch))
@@ -440,6 +456,7 @@ def count_of_made_up(model: torch.nn.Module) -> Count | str:
         A string where there is no count, empty or with the reason.
     """
     inner = next((each for each in model.modules() if _is_pretrained(each)), None)
+    # The inputs of the inner model would not reach weights outside of it.
     if inner is None or len(list(inner.parameters())) < len(list(model.parameters())):
         return ""
     try:
@@ -466,6 +483,7 @@ def made_up_batch(model: Any) -> dict[str, torch.Tensor]:
         height, width = size if isinstance(size, Sequence) else (size, size)
         found = {name: empty(1, getattr(vision, "num_channels", 3), height, width)}
     elif name == "input_features":
+        # The encoder of Whisper halves the frames.
         frames = 2 * getattr(config, "max_source_positions", TOKENS)
         found = {name: empty(1, getattr(config, "num_mel_bins", 80), frames)}
     elif name == "input_values":
@@ -506,6 +524,7 @@ def _count(model: torch.nn.Module, copies: Copies, module: torch.nn.Module, batc
     weights = []
     for fqn, each in model.named_modules():
         made = copies.of(each)
+        # ``wraps`` keeps the signature, which libraries inspect.
         made.__dict__["forward"] = functools.wraps(made.forward)(running.wrap(fqn, made.forward))
         weights += [((fqn, name), weight) for name, weight in made.named_parameters(recurse=False)]
     inputs = [each for each in _leaves(batch) if isinstance(each, torch.Tensor)]
@@ -556,7 +575,9 @@ def _one_forward(model: torch.nn.Module) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as exits:
         exits.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        # The fast path of torch's transformer layers is one operator.
         torch.backends.mha.set_fastpath_enabled(False)
+        # Fused recurrent layers hide their products.
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             backend: Any
             for backend in (torch.backends.mkldnn, torch.backends.cudnn):
@@ -565,6 +586,7 @@ def _one_forward(model: torch.nn.Module) -> Iterator[None]:
         exits.enter_context(torch.random.fork_rng([]))
         for device in devices:
             exits.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        # Compiled code would hide operators.
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(torch.no_grad())
         yield

@@ -85,6 +85,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
         raise Float8ConfigError("the model multiplies by no weights that f8sub could convert or count")
     asked = [recipes] if isinstance(recipes, str | Recipe) else recipe_names() if recipes is None else recipes
     chosen = [get_recipe(recipe) for recipe in asked]
+    # Grouped before recipes decide on experts, so that all recipes have the same rows.
     kinds = alike(shapes.products)
     clusters = [_cluster_of(gpu, run) for gpu in found]
     predictions = tuple(
@@ -92,7 +93,9 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
         for cluster in clusters
         for recipe in chosen
     )
+    # Advice and the figures of layers are for the first GPU.
     best = recommended(chosen, [each for each in predictions if each.gpu == found[0].name])
+    # The page shows experts as the recommended recipe has them.
     shapes = decided(shapes, best or chosen[0], found[0], tokens)
     adapters = adapters_of(model, shapes)
     policies = tuple(_policy(shapes, best, clusters[0], run, name, adapters) for name in CHECKPOINTS)
@@ -109,6 +112,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
 def _run(tokens: int, sequence: int, mesh: Sequence[int], checkpoint: str) -> Run:
     shards = tuple(mesh) if isinstance(mesh, Sequence) else ()
     sizes = (tokens, sequence, *shards)
+    # ``isinstance`` would take True for a size.
     if any(type(size) is not int or size < 1 for size in sizes) or len(shards) not in (1, 2):
         raise Float8ConfigError(
             f"tokens, sequence and the one or two sizes of a mesh are positive whole numbers, got {tokens!r}, "
@@ -149,6 +153,7 @@ def _predict(shapes: Shapes, kinds: Kinds, recipe: Recipe, cluster: Cluster, run
     gpu, arms = cluster.gpu, (Arm(), Arm(recipe))
     plain, own = (step_of(shapes, arm, cluster, run) for arm in arms)
     blocks = [blocks_seconds(shapes, arm, cluster, run) for arm in arms]
+    # seconds by weight, in bf16 and in float8
     times = [by_product(shapes, arm.recipe, gpu, run) for arm in arms]
     groups = tuple(
         sum(times[0][product.fqn, product.rows] for product in products)
@@ -257,6 +262,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
             name: (arm, step_of(shapes, arm, cluster, own))
             for name, arm in _ways(shapes, chosen, reduction, run)
         }
+        # Ways are compared with bf16 under the same reduction of gradients.
         plain = steps[BF16_WAY][1]
         found += [_of_way(shapes, way, arm, cluster, own, step, plain) for way, (arm, step) in steps.items()]
     title, native = type(model).__name__, _is_native(chosen, kind)
@@ -272,6 +278,7 @@ def _cluster(gpu: Gpu, gpus: int, per_host: int, network: float, replicas: int, 
             )
     if not network > 0:
         raise Float8ConfigError(f"network (--network) is more than 0 Gbit/s, got {network!r}")
+    # Gbit/s to bit/s
     made = Cluster(gpu, gpus, per_host, network * 1e9, replicas, parts)
     if gpus % (replicas * parts) or made.shards % made.neighbours or parts > per_host:
         raise Float8ConfigError(
@@ -303,6 +310,7 @@ def _of_way(
         cluster.gpus,
         way,
         step.launched,
+        # GPUs that share layers share the tokens.
         run.tokens / cluster.parts / step.launched,
         plain.launched / step.launched,
         step.timeline,

@@ -75,8 +75,10 @@ def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float
         gpu: the GPU that they run on.
         tokens: tokens of one forward, before they are sent to experts; None if not known.
     """
+    # The share of the tokens that one expert gets when they are spread evenly.
     share = products[0].uses / products[0].experts
     each = None if tokens is None else tokens * share
+    # Rows are then ``of_each`` times the number of experts.
     whole = [replace(product, uses=product.experts, reason=None) for product in products]
 
     def speedup(of_each: float, gathered: bool = False) -> float:
@@ -93,8 +95,10 @@ def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float
 
 def _least(speedup: Callable[[float], float]) -> int | None:
     """Return the fewest tokens per expert with which ``speedup`` is ``LEAST``, by bisection; None beyond ``MANY``."""
+    # The speed-up grows with the tokens: if so many are not enough, no number is.
     if speedup(MANY) < LEAST:
         return None
+    # ``few`` tokens are never enough, and ``enough`` always are.
     few, enough = 0, MANY
     while enough - few > 1:
         middle = (few + enough) // 2
@@ -118,6 +122,7 @@ def decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
     left: dict[str, str] = {}
     gains: dict[tuple[Product, ...], ExpertGain] = {}
     for module, products in by_module(shapes).items():
+        # Modules that differ in names alone have one gain, which is computed once.
         alike = tuple(replace(p, fqn="", reads=str(p.shares_x), block=None) for p in products)
         if alike not in gains:
             gains[alike] = gain_of(products, recipe, gpu, tokens)
@@ -144,4 +149,5 @@ def of_module(
 def gpu_here() -> Gpu:
     """Return the GPU of this machine by its name, or an H200, whose figures were measured."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    # The driver has longer names, such as "NVIDIA H100 80GB HBM3".
     return next((gpu for gpu in GPUS.values() if gpu.name in name), H200)

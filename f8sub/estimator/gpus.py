@@ -59,10 +59,12 @@ def kind_of_product(spec: GemmSpec) -> str:
     if spec.a is None or spec.b is None:
         return HIGH
     kinds = {kind_of_tiles(spec.a), kind_of_tiles(spec.b)}
+    # One scale for the matrix is the same scale for every row.
     if kinds <= {WHOLE, ROWS}:
         return ROWS if ROWS in kinds else WHOLE
     if kinds == {VECTORS, SQUARES}:
         return VECTORS_BY_SQUARES
+    # No kernel takes other mixtures.
     return kinds.pop() if len(kinds) == 1 else OTHER
 
 
@@ -73,6 +75,7 @@ def kind_of_tiles(format: Float8Format) -> str:
     tile = format.tile
     if tile.is_whole or tile.cols == ALL:
         return WHOLE if tile.is_whole else ROWS
+    # No kernel multiplies narrower blocks.
     if tile.cols % 128:
         return OTHER
     return VECTORS if tile.rows == 1 else SQUARES
@@ -96,6 +99,7 @@ _BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, 
 _GROUPED = frozenset(_HOPPER) - {HIGH}
 """f8sub's own kernels, see docs/experts.md; on Blackwell torch's alone, of scales of rows."""
 
+# copy, bytes/s; attention, FLOP/s; link and network, bytes/s; memory, bytes
 H200 = Gpu(
     "H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 0.05 * T, 141e9, "held to measured runs", True, _GROUPED
 )
@@ -111,8 +115,11 @@ def _by_data_sheet(
     grouped: frozenset[str] = frozenset(),
 ) -> Gpu:
     """Scale an H200 by peaks, TB/s of memory and GB/s of links to other GPUs of the host."""
+    # Hopper does not have MX and FP4: those scale its rate for one scale per matrix.
     rates = {kind: _HOPPER.get(kind, _HOPPER[WHOLE]) * ratio for kind, ratio in peaks.items()}
+    # 4.8 TB/s of memory and 900 GB/s of NVLink are an H200's.
     by_memory = bandwidth / 4.8
+    # Attention runs in bf16.
     attention = H200.attention * peaks[HIGH]
     source = "from data sheets" + note
     by_link = H200.link * link / 900
@@ -135,6 +142,7 @@ H100 = replace(
 )
 """Its copies were measured: in a profiled step of docs/experts.md, eager bf16 of Qwen3-30B-A3B, kernels that read and
 write 0.4 to 1.6 GB have 3.07 to 3.10 TB/s: SwiGLU's, and the sum of two gradients."""
+# 8 TB/s of memory, 1800 GB/s of NVLink, 180 GB
 B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9, grouped=frozenset({ROWS}))
 GPUS = {gpu.name: gpu for gpu in (H200, H100, B200)}
 """Sources: NVIDIA's data sheets of H100 SXM, H200 SXM and HGX B200."""
@@ -163,6 +171,7 @@ def gpu_of(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
     of_name = {known_name.lower(): gpu for known_name, gpu in known.items()}
     if (found := of_name.get(name.lower())) is not None:
         return found
+    # Its reason helps more than a list of GPUs that the user does not have.
     if why := WITHOUT_GAIN.get(name.upper()):
         raise Float8ConfigError(
             f"{name.upper()} gains nothing by f8sub: {why}; choose one of {', '.join(known)}"

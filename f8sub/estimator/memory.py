@@ -53,6 +53,7 @@ def adapters_of(model: torch.nn.Module, shapes: Shapes) -> Adapters | None:
     if not learning or not frozen:
         return None
     codes = frozenset(name.removesuffix(".weight") for name, p in frozen.items() if _is_codes(p))
+    # Weights that are float8 data alone have 1 byte per element.
     held = sum(
         p.numel() * (1 if name.removesuffix(".weight") in codes else p.itemsize) for name, p in frozen.items()
     )
@@ -81,11 +82,15 @@ def _saved(model: torch.nn.Module, shapes: Shapes) -> float:
         if not name or base is None:
             continue
         size = modules[product.fqn].weight.itemsize
+        # PEFT has an Identity where dropout is 0.
         drops = not isinstance(modules[f"{owner}.lora_dropout.{name}"], torch.nn.Identity)
         if drops or size != modules[base.fqn].weight.itemsize:
+            # Its own copy of x, and 1 byte per element of the mask of dropout.
             found += product.cols * (size + drops)
+        # Else x is the one that the base layer reads.
         elif not (base.shares_x or base.reads_attention):
             found += product.cols * size
+        # The result of lora_A, which the gradient of lora_B reads.
         found += product.rows * size
         if name in modules[f"{owner}.{MAGNITUDE}"]:
             found += 2 * base.rows * size
@@ -133,11 +138,14 @@ def memory(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adapters |
     blocks = list(shapes.blocks.values())
     saved = sum(saved_bytes(products, recipe, run) for products in blocks)
     logit = LOGIT_BYTES if run.compiled else LOGIT_BYTES_EAGER
+    # While logits are there, so is the gathered head, 2 bytes per element.
     head = sum(product.elements for product in shapes.outside)
     at_logits = run.tokens * shapes.logits * logit + head * 2 * run.sharded
     codes = kept_codes(shapes, recipe, run)
+    # All gradients, as large as the weights, are there at the end of backward.
     at_end = weights + max((in_backward_bytes(products, recipe, run) for products in blocks), default=0.0)
     transient = max(at_logits, at_end - saved - codes)
+    # Both states of AdamW are as large as the weights.
     return Memory(weights, 2 * weights, codes, saved, transient + WORKSPACE)
 
 
@@ -155,6 +163,7 @@ def _of_adapters(shapes: Shapes, recipe: Recipe | None, run: Run, adapters: Adap
         again = 0.0
     else:
         saved = sum(saved_bytes(block, recipe, run) for block in blocks)
+        # Backward repeats one block at a time.
         again = run.tokens * adapters.saved / max(len(blocks), 1)
     cast = [p for p in products if p.reason is None and p.fqn not in adapters.codes]
     codes = kept_codes(replace(base, products=tuple(cast)), recipe, run)
@@ -173,6 +182,7 @@ def frozen_bytes(products: Sequence[Product], run: Run) -> float:
     made = 0.0
     for product in products:
         rows = run.tokens * product.uses
+        # y in bf16
         made += (2 + eager_saves(run)) * rows * product.rows
         made += 2 * rows * product.cols if product.reads_attention else 0
     return made
@@ -196,12 +206,14 @@ def saved_bytes(products: Sequence[Product], recipe: Recipe | None, run: Run) ->
     """
     if run.checkpoint == NONE:
         return sum(_own_bytes(product, recipe, run) for product in products)
+    # the input of the block, [tokens, hidden] in bf16
     entered = 2.0 * run.tokens * (products[0].cols if products else 0)
     if run.checkpoint == FULL:
         return entered
     again = repeats(products, run)
     again[last_of(products)] = True  # its y is summed into the next block's input, which is counted there
     made = sum(2 * run.tokens * p.uses * p.rows for p, r in zip(products, again, strict=True) if not r)
+    # results of attention in bf16
     scores = sum(2 * run.tokens * product.cols for product in products if product.reads_attention)
     return entered + made + scores
 
@@ -211,6 +223,7 @@ def _own_bytes(product: Product, recipe: Recipe | None, run: Run) -> float:
     x = 0.0 if product.shares_x else rows * product.cols
     saved = 2 * x
     if recipe is not None and product.reason is None and x:
+        # Attention saves its result anyway: in high precision x adds nothing.
         how = HIGH_PRECISION if product.reads_attention else FLOAT8
         groups = {"experts": product.experts, "multiple": TRITON_MULTIPLE}
         saved = saved_x_bytes(recipe, round(rows), product.cols, round(saved), how, **groups)
@@ -231,4 +244,5 @@ def in_backward_bytes(products: Sequence[Product], recipe: Recipe | None, run: R
     made_again = sum(_own_bytes(product, recipe, run) for product in products)
     elements = sum(product.elements for product in products)
     gathered = sum(gathered_bytes(product, recipe) for product in products)
+    # A gradient is 2 bytes per element in bf16, and 4 in the float32 buffer of its reduction.
     return made_again + (gathered + 6 * elements) * run.sharded

@@ -90,6 +90,7 @@ def load(name: str) -> torch.nn.Module:
     with _quiet():
         if name.startswith(TITAN):
             return _of_function(_of_titan(name.removeprefix(TITAN)), name)
+        # A path before a name: what is in the working directory hides a cached model of the same name.
         if Path(name).exists():
             return _of_transformers(_config_of_path(Path(name)), name)
         if ":" in name:
@@ -100,6 +101,7 @@ def load(name: str) -> torch.nn.Module:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what libraries log when they are imported, such as kernels that they cannot load."""
+    # A program may have a limit of its own: it comes back afterwards.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -168,6 +170,7 @@ def _config_of_path(path: Path) -> Any:
     transformers = _imported("transformers", f"{file}")
     try:
         values = json.loads(file.read_text())
+        # Checked here, so that the error names the nearest types.
         kind = values.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             near = ", ".join(nearest(str(kind), transformers.CONFIG_MAPPING))
@@ -211,6 +214,7 @@ def _of_transformers(config: Any, name: str) -> torch.nn.Module:
     autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
     if getattr(config, "is_encoder_decoder", False):
         autos = [transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq, *autos]
+    # The architectures that the config names come first.
     builders = [cls._from_config for cls in named if cls is not None] + [auto.from_config for auto in autos]
     problem: Exception | None = None
     with torch.device("meta"):

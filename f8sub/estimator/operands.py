@@ -22,8 +22,10 @@ OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 
 def operand_bytes(format: Float8Format, rows: int, depth: int) -> int:
     """Count codes and scales of a (rows, depth) operand, its depth padded as its GEMM needs it."""
+    # What fills up the depth is stored, too.
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
     tall, wide = format.tile.scale_shape((rows, depth))
+    # The second level of scales: one float32 for the matrix.
     level = 4 if format.scale_rule.has_global else 0
     return rows * depth // format.codes_per_byte + tall * wide * format.scale_rule.stored_as.itemsize + level
 
@@ -42,6 +44,7 @@ def tokens_bytes(
         contracted: whether the product sums over the rows.
     """
     tile = format.tile.t() if contracted else format.tile
+    # A tile belongs to one group, so groups begin where tiles do.
     start = start_of_groups(tile.rows, multiple)
     rows = rows if start == 1 else aligned_rows(rows, experts, start)
     down = experts if tile.rows == ALL else -(-rows // tile.rows)
@@ -56,6 +59,7 @@ def sent_bytes(format: Float8Format, rows: int, cols: int) -> int:
 
 def amax_bytes(format: Float8Format, rows: int, cols: int) -> int:
     """Count what the all-reduce of amaxes has of a weight (rows, cols): nothing where scales stay in their rows."""
+    # one float32 per tile
     return 0 if lies_in_rows(format.tile) else 4 * math.prod(format.tile.scale_shape((rows, cols)))
 
 
@@ -85,6 +89,8 @@ def saved_x_bytes(
         return plain
     if experts:
         return tokens_bytes(col, rows, cols, experts, multiple, contracted=True)
+    # The rowwise operand of fprop is saved, and the columnwise one computed from it in backward.
     if how == RECOMPUTE and row is not None:
         return operand_bytes(row, rows, cols)
+    # wgrad sums over tokens: it reads x as (K, tokens).
     return operand_bytes(col, cols, rows)

@@ -71,6 +71,7 @@ def _head(estimate: Estimate) -> list[str]:
 
 def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     names = list(dict.fromkeys(each.recipe for each in estimate.predictions))
+    # "~" sorts behind all letters.
     names.sort(key=lambda name: letters.get(name, "~"))
     gpus = estimate.gpus
     rows: list[list[str]] = [["recipe", *["blocks", "step", "graph"] * len(gpus)]]
@@ -78,6 +79,7 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
         cells = [f"{letters.get(name, ' ')}  {name}"]
         for gpu in gpus:
             found = estimate.of(gpu.name, name)
+            # Figures of the reference backend say nothing of float8.
             own = (found.blocks, found.step, found.replayed) if found.native else (None, None, None)
             cells += map(_ratio, own)
         rows.append(cells)
@@ -115,6 +117,7 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     first = estimate.gpus[0].name
     columns = {name: estimate.of(first, name).groups for name in letters}
     speeds = f"; speed on {first}, recipes by letter" if letters else ""
+    # The kinds with most FLOPs; they are shown in the order of the model.
     ranked = sorted(range(len(estimate.groups)), key=lambda i: -estimate.groups[i].flops_share)[:MOST_ROWS]
     titles: dict[str, list[list[str]]] = {}
     for i, group in sorted(enumerate(estimate.groups), key=lambda pair: pair[1].reason is not None):
@@ -137,9 +140,11 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
 
 def _row(group: LayerGroup) -> list[str]:
     name = group.name
+    # All layers of a model share these prefixes.
     for prefix in ("base_model.model.", "model.layers.*.", "layers.*."):
         name = name.removeprefix(prefix)
     name = _PEFTS.sub("", name)
+    # The end of a name tells more than its beginning.
     name = name if len(name) <= NAME else f"..{name[2 - NAME :]}"
     return [name, str(group.count), "{}x{}".format(*group.shape), f"{group.flops_share:.1%}"]
 
@@ -282,6 +287,7 @@ def _speed(found: StepPrediction, replayed: bool) -> str:
 
 
 def _parts(estimate: StepEstimate) -> list[str]:
+    # bf16, and everything in float8
     ways = estimate.ways[0], estimate.ways[-1]
     rows = []
     for cluster in estimate.clusters:
@@ -290,6 +296,7 @@ def _parts(estimate: StepEstimate) -> list[str]:
             (e.timeline.compute, e.timeline.waiting, e.timeline.tax, e.replayed_seconds, e.host_seconds)
             for e in pair
         ]
+        # seconds to ms
         cells = [f"{a * 1e3:,.0f}, {b * 1e3:,.0f}" for a, b in zip(*parts, strict=True)]
         rows.append([f"{cluster.gpus:,}", *cells])
     header = ("GPUs", "compute", "waits", "tax of hidden", "whole", "host's launches")

@@ -20,6 +20,7 @@ def one_of(predictions: Sequence[P], **asked: object) -> P:
     for each in predictions:
         if all(getattr(each, name) == value for name, value in asked.items()):
             return each
+    # each value once, in order
     there = {name: dict.fromkeys(getattr(each, name) for each in predictions) for name in asked}
     lists = (f"{name} of {', '.join(map(repr, values))}" for name, values in there.items())
     words = ", ".join(f"{name}={value!r}" for name, value in asked.items())
@@ -183,9 +184,11 @@ class Estimate:
         found["parameters"] = self.shapes.parameters
         found["blocks"] = len(self.shapes.blocks)
         found["not_counted"] = list(self.shapes.not_counted)
+        # Every product of the model; ``groups`` has what a reader needs of them.
         del found["shapes"]
         found["gpus"] = [{"name": g.name, "measured": g.measured, "source": g.source} for g in self.gpus]
         for policy, row in zip(self.policies, found["policies"], strict=True):
+            # asdict leaves properties out.
             row["bf16"]["total"], row["float8"]["total"] = policy.bf16.total, policy.float8.total
         return found
 
@@ -228,6 +231,7 @@ class StepEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures, in seconds and ratios, as JSON takes them."""
+        # Clusters differ in the number of GPUs alone.
         first = self.clusters[0]
         return {
             "title": self.title,

@@ -80,15 +80,19 @@ def over_tokens_seconds(spec: GemmSpec, m: float, n: float, k: float, experts: i
 
 def _seconds(spec: GemmSpec, flops: float, read: tuple[float, float], written: float, gpu: Gpu) -> float:
     kind = kind_of(spec)
+    # Without a kernel for the kind, operands are dequantized and torch multiplies them in bf16.
     native = kind == HIGH or kind in gpu.grouped
     used = kind if native else HIGH
     rate = RATES[used]
+    # ``RATES`` are an H200's: other GPUs differ as they do in plain products.
     of_gpu = rate.flops * gpu.rates[used] / H200.rates[used] * ON.get(gpu.name, {}).get(used, 1.0)
+    # bytes per element of a and b
     sizes = [
         2.0 if operand is None or not native else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)
     ]
     moved = sum(elements * size for elements, size in zip(read, sizes, strict=True))
     again = 0.0 if native else sum(read) * READ_AGAIN
+    # Results are bf16, 2 bytes per element.
     return max(flops / of_gpu, moved / gpu.copy) + (rate.written * 2 * written + again) / gpu.copy
 
 
@@ -280,8 +284,10 @@ def linear_seconds(
     used = recipe if product.reason is None else None
     if used is not None and product.experts and is_one_by_one(used):
         used = None  # which a GPU has no grouped products for
+    # tokens of all experts together
     rows = run.tokens * product.uses
     fprop, dgrad, wgrad = _gemms(product, used, rows, gpu)
+    # A frozen weight has no wgrad.
     gemms = fprop * (2 if repeated else 1) + dgrad + (0.0 if product.frozen else wgrad)
     if used is None:
         return Seconds(gemms)
@@ -292,8 +298,10 @@ def linear_seconds(
     if product.frozen:  # columns are wgrad's
         x_col = dy_col = None
     casts = 0.0
+    # Siblings share the cast of their x: the first one pays.
     if not product.shares_x:
         casts += _cast(x_row, x_col, rows * k, gpu, own)
+        # Backward of a checkpointed block casts x again, rowwise only if it repeats fprop.
         if run.checkpoint != NONE:
             casts += _cast(x_row if repeated else None, x_col, rows * k, gpu, own)
     casts += _cast(dy_row, dy_col, rows * n, gpu, own)
@@ -308,14 +316,14 @@ def _gemms(product: Product, recipe: Recipe | None, rows: float, gpu: Gpu) -> tu
     specs = (HIGH_GEMM,) * 3 if recipe is None else (recipe.fprop, recipe.dgrad, recipe.wgrad)
     if not experts:
         return (
-            gemm_seconds(specs[0], rows, k, n, gpu),
-            gemm_seconds(specs[1], rows, n, k, gpu),
-            gemm_seconds(specs[2], n, rows, k, gpu),
+            gemm_seconds(specs[0], rows, k, n, gpu),  # y [M, N]
+            gemm_seconds(specs[1], rows, n, k, gpu),  # dx [M, K]
+            gemm_seconds(specs[2], n, rows, k, gpu),  # dw [N, K]
         )
     return (
-        GAP + by_expert_seconds(specs[0], rows, k, n, experts, gpu),
-        GAP + by_expert_seconds(specs[1], rows, n, k, experts, gpu),
-        GAP + over_tokens_seconds(specs[2], rows, n, k, experts, gpu),
+        GAP + by_expert_seconds(specs[0], rows, k, n, experts, gpu),  # y [M, N]
+        GAP + by_expert_seconds(specs[1], rows, n, k, experts, gpu),  # dx [M, K]
+        GAP + over_tokens_seconds(specs[2], rows, n, k, experts, gpu),  # dw [E, N, K]
     )
 
 
@@ -329,6 +337,7 @@ def gemm_seconds(spec: GemmSpec, m: float, k: float, n: float, gpu: Gpu) -> floa
     """Predict the seconds of one product, (m, k) by (n, k), to (m, n) in bf16."""
     size = [2.0 if operand is None else 1 / operand.codes_per_byte for operand in (spec.a, spec.b)]
     read = m * k * size[0] + n * k * size[1]
+    # It reads while it multiplies, and then writes bf16.
     return max(2 * m * n * k / gpu.rate(spec), read / gpu.copy) + 2 * m * n / gpu.copy + GAP
 
 
@@ -338,6 +347,7 @@ def _cast(
     format = row or col
     if format is None:
         return 0.0
+    # Kinds that no kernel of f8sub casts cost as much as those that Inductor casts.
     table = own or CASTS.get(kind_of_tiles(format), CASTS[MX])
     usage = table.both if row is not None and col is not None else table.row if row is not None else table.col
     return _moved(usage, elements, gpu)
@@ -350,9 +360,11 @@ def _moved(cost: tuple[float, float, int], elements: float, gpu: Gpu) -> float:
 
 def _weight_casts(recipe: Recipe, elements: int, gpu: Gpu, prior: Cast | None, gathered: bool) -> float:
     row, col = recipe.formats("w")
+    # What FSDP2 gathers as float8 was cast by shards, which ``copy_seconds`` counts.
     made = 0.0 if gathered and row is not None else _cast(row, None, elements, gpu, prior)
     if row is None or col is None:
         return made + _cast(None, col, elements, gpu, prior)
+    # The columnwise operand is computed from the rowwise one.
     return made + _moved(DERIVED.get(kind_of_tiles(row), TRANSPOSED), elements, gpu)
 
 
@@ -361,12 +373,14 @@ def repeats(products: Sequence[Product], run: Run) -> list[bool]:
     if run.checkpoint in (NONE, GEMMS):
         return [False] * len(products)
     last = last_of(products)
+    # Backward reads no y of the last product, so it is not repeated.
     if run.checkpoint == FULL:
         return [i != last for i in range(len(products))]
     met: Counter[tuple[int, int]] = Counter()
     found = []
     for i, product in enumerate(products):
         met[product.rows, product.cols] += 1
+        # every second product of one shape
         found.append(met[product.rows, product.cols] % 2 == 0 and i != last)
     return found
 
@@ -383,12 +397,15 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     found = Seconds()
     for product, again in zip(products, repeats(products, run), strict=True):
         found += linear_seconds(product, recipe, gpu, run, again, run.sharded)
+    # Only full checkpointing repeats the forward of attention.
     passes = ATTENTION_PASSES + (1 if run.checkpoint == FULL else 0)
     attention = sum(passes * attention_seconds(p, gpu, run) for p in products if p.reads_attention)
+    # elements of x and y per token
     touched = sum(p.uses * (p.rows + (0 if p.shares_x else p.cols)) for p in products)
     each = run.elementwise
     each *= 1 if run.checkpoint == NONE else 1 + REPEATED_ELEMENTWISE
     elementwise = run.tokens * touched * each / gpu.copy
+    # Tokens are sent to experts once per block.
     if first := next((p for p in products if p.experts), None):
         elementwise += run.tokens * first.uses * first.cols * ROUTED / gpu.copy
     found += Seconds(attention=attention, elementwise=elementwise)
@@ -397,7 +414,9 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
 
 def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
     """Predict the seconds of one forward of causal attention, or of as much of backward, whose result a layer reads."""
+    # Causal: half of the scores of each head.
     scores = run.tokens * run.sequence / 2 * product.cols / product.head
+    # Seconds per score: two products, 2 FLOPs per feature of the head.
     flops = 4 * product.head / gpu.attention
     # A GPU's rate is that of heads of HEAD_SIZE, whose exponentials it includes.
     exponentials = 2 / ATTENTION_PASSES / EXPONENTIALS * H200.attention / gpu.attention
@@ -430,6 +449,7 @@ def copy_seconds(
     for product in products:
         code = code_bytes(product, recipe)
         whole, shard = product.elements, product.elements / run.shards
+        # The gathered weight is copied out once per pass; the float32 shard is read, cast and copied in.
         copies += whole * passes * 2 * code + shard * (4 + code + passes * 2 * code)
         copies += shard * 4 if code < 2 else 0
         if not product.frozen:
@@ -487,6 +507,7 @@ def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dic
     found: dict[tuple[str, int], float] = {}
     outside = shapes.outside
     for products in (*shapes.blocks.values(), outside):
+        # Only numbered blocks are checkpointed.
         again = [False] * len(products) if products is outside else repeats(products, run)
         for product, repeated in zip(products, again, strict=True):
             time = linear_seconds(product, recipe, gpu, run, repeated, run.sharded).total
@@ -516,14 +537,17 @@ class Wire:
 
 def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
     """Count the bytes of ``fully_shard``, one group per block, resharded after forward; ``recipe`` None for bf16."""
+    # A block is gathered for forward and again for backward.
     whole = shapes.other_parameters * BF16 + sum(
         gathered_bytes(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
     )
+    # The shard of the GPU itself does not travel.
     away = (run.shards - 1) / run.shards
     shard = shapes.learning / run.shards * FLOAT32
     return Wire(
         whole * away,
         shapes.learning * FLOAT32 * away,
+        # A ring sends each byte once to reduce and once to gather.
         2 * shard * (run.replicas - 1) / run.replicas,
         sum(_amaxes(product, recipe) for product in shapes.products),
     )

@@ -164,7 +164,9 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     refuse_unknown_experts(experts, None)
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
+    # "auto" counts as True here: recipe, GPU and tokens decide later, in ``experts.decided``.
     options = {"experts": experts if isinstance(experts, bool) else True, "tokens": None}
+    # The reasons of a converted model stand on its modules; for a plain one they are those of a conversion.
     is_plain = not any(map(is_converted, modules.values()))
     reasons: dict[str, str | None]
     if is_plain:
@@ -183,6 +185,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
             fqn: None if is_converted(m) else getattr(m, SKIP_REASON, "not converted")
             for fqn, m in modules.items()
         }
+    # Output heads make logits, whether they would be converted or not.
     heads = {fqn for fqn, reason in default_reasons(modules, linears).items() if reason == HEAD}
     first: dict[tuple[str, tuple[str, ...]], str] = {}
     products: list[Product] = []
@@ -190,8 +193,10 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     for fqn, layer in linears.items():
         layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter
         parent, _, name = layer_name.rpartition(".")
+        # A tied weight multiplies in two places and is stored once.
         elements = 0 if layer.weight in seen else layer.weight.numel()
         seen.add(layer.weight)
+        # The first of the siblings that read one x stands for it.
         uses, reads = (
             active_share_of_linear(model, fqn),
             first.setdefault((parent, _GROUPS.get(name, (name,))), fqn),
@@ -202,12 +207,14 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         head = head if isinstance(head, int) else HEAD_SIZE
         products.append(Product(fqn, *sizes, *places, head, frozen=_are_frozen(model, [layer.weight])))
     others, not_counted = _others(model, reasons)
+    # Counts replace the assumed uses of models that can run on meta.
     products = _counted(model, products + others)
     counted = sum(product.elements for product in products)
     logits = sum(linears[fqn].out_features for fqn in heads)
     total = sum(p.numel() for p in model.parameters())
     undecided = is_plain and experts == AUTO_EXPERTS
     fixed = sum(p.numel() for p in model.parameters() if _are_frozen(model, [p]))
+    # What remains are frozen parameters that multiply nothing.
     fixed -= sum(product.elements for product in products if product.frozen)
     return Shapes(tuple(products), total - counted, logits, not_counted, undecided, fixed)
 
@@ -220,10 +227,12 @@ def _counted(model: torch.nn.Module, products: list[Product]) -> list[Product]:
     linears = {fqn for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     found = []
     for product in products:
+        # The key of a count: the name of the module, and that of its parameter.
         keys = [(product.module, product.fqn.rpartition(".")[2])] if product.experts else []
         if product.fqn in linears:
             keys = [(product.fqn, name) for name in count.names(product.fqn)]
         multiplied = sum(count.own.get(key, 0.0) + count.elsewhere.get(key, 0.0) for key in keys)
+        # 0 for a layer that did not run in that forward: the assumed uses stay.
         uses = multiplied / (product.rows * product.cols * count.tokens) or product.uses
         found.append(replace(product, uses=uses))
     return found
@@ -232,6 +241,7 @@ def _counted(model: torch.nn.Module, products: list[Product]) -> list[Product]:
 def reads_attention(fqn: str) -> bool:
     """Return whether a layer's x is the result of attention, judged by its name."""
     *parents, name = fqn.split(".")
+    # "proj" and "dense" name many layers: they count in a module of attention only.
     own = any(word in part for part in parents for word in ("attn", "attention"))
     return name in SAVED_INPUTS or (own and name in ATTENTION_OUTPUTS)
 
@@ -239,6 +249,7 @@ def reads_attention(fqn: str) -> bool:
 def block_of(fqn: str) -> str | None:
     """Return the block's name: ``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None outside of blocks."""
     parts = fqn.split(".")
+    # The first number is that of the outermost list: experts in a list have a second one.
     for i, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: i + 1])
@@ -260,6 +271,7 @@ def _others(
             found += expert_products(model, fqn, None if reasons.get(fqn, "") is None else other.detail)
         else:
             for shape in other.shapes:
+                # [E, N, K]: one token is multiplied by some of the E matrices.
                 matrices = shape[0] if len(shape) == 3 else 1
                 share = (active_share(model, fqn, matrices) or 1.0) if len(shape) == 3 else 1.0
                 sizes = shape[-2], shape[-1], matrices * share, math.prod(shape)
@@ -286,11 +298,13 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
         if weight is None or weight.dim() != 3:
             continue
         experts, rows, cols = weight.shape
+        # stored as [E, K, N]
         if transposed:
             rows, cols = cols, rows
         full = f"{fqn}.{name}" if fqn else name
         short = name.partition("_E")[0]  # torchtitan's w1_EFD
         reads = first.setdefault(_GROUPS.get(short, (name,)), full)
+        # Matrices per token: top_k if the model says so, else all of them.
         uses = experts * (active_share(model, fqn, experts) or 1.0)
         sizes = rows, cols, uses, weight.numel()
         places = reason, reads, False, block_of(full)
@@ -301,6 +315,7 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
 
 def _are_frozen(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether these parameters take no gradient while others of the model do."""
+    # If all parameters are frozen, none counts as frozen: adapters may be added later.
     return not any(p.requires_grad for p in parameters) and any(p.requires_grad for p in model.parameters())
 
 

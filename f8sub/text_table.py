@@ -23,6 +23,7 @@ def text_table(
         indent: spaces before the first column.
     """
     table = [[str(cell) for cell in row] for row in ([header] if header else []) + list(rows)]
+    # Columns without a least width begin at 0.
     least = [*widths, *[0] * (len(align) - len(widths))]
     for row in table:
         least = [
@@ -31,6 +32,7 @@ def text_table(
         ]
     lines = []
     for row in table:
+        # A row may have fewer cells than there are columns.
         cells = zip(row, least, align, strict=False)
         padded = [cell.ljust(width) if side == "l" else cell.rjust(width) for cell, width, side in cells]
         lines.append((" " * indent + (" " * gap).join(padded)).rstrip())

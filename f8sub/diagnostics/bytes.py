@@ -48,6 +48,7 @@ class Bytes:
 
     def __add__(self, other: Bytes) -> Bytes:
         added = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        # Layers run one after another: what they free does not add up.
         return replace(Bytes(*added), transient=max(self.transient, other.transient))
 
 
@@ -112,6 +113,7 @@ class ByteAccount:
         rows = []
         alike: dict[LayerBytes, int] = {}
         for layer in self.layers:
+            # layers that differ in the numbers of their names alone
             kind = replace(layer, fqn=kind_of(layer.fqn))
             alike[kind] = alike.get(kind, 0) + 1
         for layer, count in alike.items():
@@ -147,6 +149,7 @@ def byte_account(
     seen: set[object] = set()
     layers = []
     linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    # By FSDP2: a DTensor of tensor parallelism alone is not gathered.
     sharded = {module for module, _ in param_dtypes(linears.values())}
     for fqn, layer in linears.items():
         parent, _, name = fqn.rpartition(".")
@@ -159,6 +162,7 @@ def byte_account(
             how = _how(layer, saved_anyway=name in anyway)
             here, own = _in_float8(layer, weight, plain, x_bytes, tokens, how), _own_scale(layer, how)
             kind, key = f"{layer.plan.recipe.name}, x {layer.keep_x}", (layer.plan.recipe.formats("x"), how)
+        # Siblings that cast their x the same save it once.
         here = _once(here, (group, kind, key), seen, own)
         plain = _once(plain, (group, None), seen)
         layers.append(LayerBytes(fqn or "(root)", weight.shape, kind, here, plain))
@@ -189,6 +193,7 @@ class WeightBytes(NamedTuple):
         master = master_of(local) if isinstance(local, PrimaryWeight) else local
         if is_dtensor(weight) and sharded:
             layout = ShardLayout.of(weight)
+            # FSDP2 fills shards up to chunks of one size.
             elements = layout.chunk * layout.shape[1 - layout.dim]
             return cls(layout.shape, elements, layout.world, layout, master)
         shape = local.numel() // local.shape[-1], local.shape[-1]
@@ -212,6 +217,7 @@ def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
     """Return how eager code keeps the layer's x: a value of ``keep_x`` other than "auto"."""
     if layer.keep_x != AUTO:
         return layer.keep_x
+    # High precision adds nothing to what is saved anyway.
     free = saved_anyway and why_not_kept(layer.plan.recipe, HIGH_PRECISION) is None
     return HIGH_PRECISION if free else FLOAT8
 
@@ -222,13 +228,16 @@ def _in_float8(
     """Return the bytes of a converted layer, given ``plain``, those in high precision."""
     row, made = layer.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))
     saved = _saved(layer, weight.shape[1], x_bytes, tokens, how)
+    # fprop in high precision: so is what is gathered.
     if row is None:
         return replace(plain, saved=saved, transient=plain.wire + made)
     cast = operand_bytes(row, *weight.shape)
     wire = weight.world * weight.sent(row) if layer.float8_all_gather else plain.wire
+    # Not sharded: the float8 data stays as long as the weight does not change.
     if weight.layout is None:
         return Bytes(plain.master, cast, wire, saved, wire + made)
     if layer.float8_all_gather:
+        # Without a master the shard itself is float8 data.
         held = weight.sent(row) if weight.master is None else 0
         return Bytes(plain.master, held, wire, saved, wire + made)
     # Cast from what was gathered, in forward and in backward.
@@ -254,6 +263,7 @@ def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, 
     (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (recipe.formats(name) for name in OPERANDS)
 
     def is_view(row: Float8Format | None, col: Float8Format) -> bool:
+        # A transpose of the same bytes.
         alike = row is not None and row.dtype == col.dtype and row.tile.is_transpose_of(col.tile)
         return layer.plan.any_layout and alike and col.codes_per_byte == 1
 
@@ -265,6 +275,7 @@ def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, 
         return
     if dy_col is not None and not is_view(dy_row, dy_col):
         yield operand_bytes(dy_col, rows, tokens)
+    # Backward computes it from the rowwise operand that was saved.
     derived = how == RECOMPUTE and not (x_col is not None and is_view(x_row, x_col))
     if x_col is not None and (how == HIGH_PRECISION or derived):
         yield operand_bytes(x_col, cols, tokens)

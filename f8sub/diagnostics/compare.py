@@ -59,9 +59,11 @@ class OtherOrder(TorchFunctionMode):
 
 
 def _permuted(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    x = input.reshape(-1, input.shape[-1])
+    x = input.reshape(-1, input.shape[-1])  # [M, K]
     rows, features, columns = (_order(size, x.device) for size in (*x.shape, weight.shape[0]))
+    # Both operands are permuted along K: the same terms, added in another order.
     y = torch.nn.functional.linear(x[rows][:, features], weight[columns][:, features])
+    # argsort of a permutation is its inverse.
     y = y[rows.argsort()][:, columns.argsort()]
     y = y if bias is None else y + bias.to(y.dtype)
     return y.view(*input.shape[:-1], weight.shape[0])
@@ -116,6 +118,7 @@ def compare(
         raise Float8ConfigError(
             f"compare was given no batches but a {type(batches).__name__}; give a list of a few"
         )
+    # Every run reads them; an iterator would be empty after the first.
     seen = list(batches)
     if not seen:
         raise Float8ConfigError("compare was given no batches; a few are enough")
@@ -185,6 +188,7 @@ class _Runs(NamedTuple):
         self, mode: OtherOrder | None, change: Callable[[torch.nn.Module], Any] | None = None
     ) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Run one copy; return the losses by batch, and the gradients by parameter."""
+        # All runs begin with the same weights.
         model = copy.deepcopy(self.model)
         model.zero_grad()
         if change is not None:
@@ -194,16 +198,20 @@ class _Runs(NamedTuple):
         losses, gradients = [], {}
         with ExitStack() as exits:
             on_cpu = device.type == "cpu"
+            # The generators of the user are as before afterwards.
             generators = torch.random.fork_rng(
                 [] if on_cpu else [device], device_type="cuda" if on_cpu else device.type
             )
             exits.enter_context(generators)
             exits.enter_context(torch.compiler.set_stance("force_eager"))
             for number, batch in enumerate(self.progress(self.batches)):
+                # the same dropout in every run
                 torch.manual_seed(number)
                 loss = self._loss(model, batch, mode, device)
                 loss.backward()
+                # Read at the end, so that the host does not wait for each batch.
                 losses.append(loss.detach())
+                # After a step weights differ, and gradients of later batches with them.
                 if optimizer is None or number == 0:
                     gradients = _gradients(model)
                 if optimizer is not None:
@@ -234,6 +242,7 @@ def _differences(
     """Return the cosine and relative error of each gradient that is not 0."""
     rows = []
     for name, exact in reference.items():
+        # The cosine is so near 1 that float32 loses the difference.
         a, b = found[name].flatten().double(), exact.flatten().double()
         size = b.norm()
         if not float(size):

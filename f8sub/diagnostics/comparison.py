@@ -80,9 +80,11 @@ class Comparison:
         """Return how far a run's losses are from bf16's, also as a multiple of bf16's own noise."""
         self._check(run)
         exact, found = self.losses[REFERENCE], self.losses[run]
+        # The last loss of a curve; the mean over batches where weights do not change.
         told = slice(-1, None) if self.trained else slice(None)
         means = [sum(values[told]) / len(values[told]) for values in (found, exact)]
         rms, noise = (_rms(self.losses[each], exact) for each in (run, NOISE))
+        # Without noise any difference is infinitely larger, and none is 0.
         times = rms / noise if noise else float("inf") if rms else 0.0
         return LossDifference(means[0], means[0] - means[1], rms, times)
 
@@ -115,6 +117,7 @@ class Comparison:
             Float8ConfigError: matplotlib is not installed.
         """
         target = Path(folder)
+        # Drawn first: without matplotlib no folder is left behind.
         figures = {"loss.png": self._draw_losses(), "gradients.png": self._draw_gradients()}
         target.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
@@ -163,6 +166,7 @@ class Comparison:
         figure = _figure((8, 6))
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         for run, values in self.losses.items():
+            # black for bf16
             style = {REFERENCE: "k-", NOISE: "k:"}.get(run, "-")
             above.plot(values, style, label=run, marker=".")
             if run != REFERENCE:
@@ -185,6 +189,7 @@ class Comparison:
                 [errors[name] for name in names], range(len(names)), "k." if run == NOISE else "o", label=run
             )
         axes.set_yticks(range(len(names)), names, fontsize=6)
+        # the first parameter on top
         axes.invert_yaxis()
         axes.set_xscale("log")
         axes.set_xlabel("relative error of the gradient")
@@ -204,6 +209,7 @@ def _rms(values: list[float], exact: list[float]) -> float:
 def _html(table: list[list[str]]) -> str:
     lines = [
         "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        # the header, then as many rows as there are
         for row, tag in zip(table, ["th"] + ["td"] * len(table), strict=False)
     ]
     return "<table>\n" + "\n".join(lines) + "\n</table>\n"

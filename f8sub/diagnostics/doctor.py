@@ -44,8 +44,10 @@ class TorchNames:
 def look_at_torch() -> tuple[TorchNames, ...]:
     """Look at every need of torch; try those of FSDP2 on a layer sharded over one rank, if there are no ranks yet."""
     found = {need: "; ".join(problems(need)) or None for need in NEEDS}
+    # A process group that the user has is left alone.
     if not any(found.values()) and not dist.is_initialized():
         distributed: Any = dist
+        # A store in memory: no port, and no other process.
         dist.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         try:
             found |= _tried()
@@ -61,6 +63,7 @@ def _tried() -> dict[Need, str | None]:
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, COLS, generator=rng, dtype=torch.float32, device="cpu")
     whole, sharded = _layer(rng), _layer(rng)
+    # The same weight: outputs must be equal, bitwise.
     sharded.load_state_dict(whole.state_dict())
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     found: dict[Need, str | None] = dict.fromkeys((GATHER, REDUCTION))
@@ -80,6 +83,7 @@ def _layer(rng: torch.Generator) -> Any:
     layer = torch.nn.Linear(COLS, ROWS, bias=False, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         layer.weight.normal_(generator=rng)
+    # By default so small a layer is not converted.
     return convert_to_float8(torch.nn.Sequential(layer), min_dim=1, skip_defaults=False)
 
 
@@ -123,6 +127,7 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it, as JSON takes it."""
         found = asdict(self)
+        # asdict leaves properties out.
         for proof, row in zip(self.proofs, found["proofs"], strict=True):
             row["native"], row["right"], row["verdict"] = proof.is_native, proof.is_right, proof.verdict
         return {**found, "native": self.native, "status": self.status}
@@ -151,6 +156,7 @@ def _of_torch(names: tuple[TorchNames, ...], machine: Machine) -> Iterator[str]:
 
 def _gemm_table(machine: Machine) -> tuple[str | None, bool]:
     """Return a description of the first GPU's table, and whether one should be measured."""
+    # Products of blocks have two backends to choose from on this capability alone.
     if not machine.gpus or machine.gpus[0].capability != CAPABILITY or machine.triton is None:
         return None, False
     name = machine.gpus[0].name
@@ -162,6 +168,7 @@ def _gemm_table(machine: Machine) -> tuple[str | None, bool]:
 def _advice(
     machine: Machine, proofs: tuple[Proof, ...], device: torch.device, measure: bool
 ) -> Iterator[str]:
+    # First what is wrong, then what is slow, and last what to train with.
     if failed := [proof.recipe for proof in proofs if not proof.is_right]:
         yield (
             f"{', '.join(failed)}: failed here. Do not train with it; report the lines above, with the output of "
@@ -196,6 +203,7 @@ def _of_gpus(machine: Machine, device: torch.device) -> Iterator[str]:
     if not machine.gpus:
         if machine.problem is not None:
             yield f"torch sees a GPU and cannot use it: {machine.problem}."
+        # nvidia-smi sees GPUs that torch does not.
         elif machine.gpus_without_torch:
             built = f"built for CUDA {machine.cuda}, finds none" if machine.cuda else "built without CUDA"
             yield f"There is an NVIDIA GPU, and torch, {built}: {WITH_CUDA}, or update the driver."
@@ -218,6 +226,7 @@ def _of_gpus(machine: Machine, device: torch.device) -> Iterator[str]:
         yield "pip install triton: without it casts run by the reference, many times slower."
     elif reason := why_no_triton(device):
         yield f"Casts run by the reference, because triton {reason}."
+    # ROCm returned above.
     cuda = tuple(map(int, (machine.cuda or "0").split(".")))
     if gpu.capability == CAPABILITY and cuda < BLOCKS_ON_HOPPER:
         yield f"CUDA {machine.cuda} lacks products of rows and blocks in cuBLASLt; 12.9 has them: {WITH_CUDA}."
@@ -293,6 +302,7 @@ def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
         rows.append((proof.recipe, *backends, " + ".join(sorted(by)) or "none", proof.verdict))
     yield from text_table(head, rows, "llllll", widths=(19, 10, 10, 10, 16, 8), gap=1, indent=2)
     used = {product.backend or "bf16" for proof in diagnosis.proofs for product in proof.products}
+    # Backends that the table has, in one order.
     for name in WORDS:
         if name in used:
             yield from _wrapped(WORDS[name], f"  {name + ':':<11}", " " * 13)
@@ -332,6 +342,7 @@ def _reasons(proofs: tuple[Proof, ...]) -> Iterator[str]:
         for cast in proof.casts:
             if not cast.is_right:
                 own[f"the cast of {cast.operand} failed: {cast.problem}"] = None
+        # All that failed; of a recipe that is only slow the first reason.
         for reason in own if not proof.is_right else list(own)[:1]:
             found.setdefault(reason, []).append(proof.recipe)
     for reason, recipes in found.items():

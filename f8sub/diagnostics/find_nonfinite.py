@@ -68,6 +68,7 @@ class Search:
         """Return whether an element is not finite: bool, (), on the tensor's device."""
         with torch.no_grad():
             local = local_tensor(tensor)
+            # Data and scales may both be bad: the values show it.
             if isinstance(local, Float8Tensor):
                 local = local.dequantize()
             elif isinstance(local, MasterWeight | PrimaryWeight):
@@ -81,12 +82,14 @@ class Search:
 
     def finish(self) -> None:
         """Read what was remembered, on all ranks together, and keep the first."""
+        # Here alone the host waits for the device.
         found = [bad.item() for bad in self._bad]
         mine = next(((i, *self._seen[i]) for i, bad in enumerate(found) if bad), None)
         everyone = [mine]
         if dist.is_initialized():
             everyone = gather_values(mine)
         if any(everyone):
+            # By the number first: all ranks run layers in one order.
             first = min(other for other in everyone if other is not None)
             ranks = tuple(rank for rank, other in enumerate(everyone) if other == first)
             self.first = NonFinite(first[1], first[2], ranks)
@@ -120,6 +123,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     search = Search()
+    # Before anything is gathered: this rank's shard.
     shards = {name: search.is_bad(layer.weight) for name, layer in layers.items()}
     handles = [
         handle
@@ -128,6 +132,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
             layer.register_forward_pre_hook(
                 functools.partial(_before, search, name, shards[name]), with_kwargs=True
             ),
+            # Before other hooks, which may put something else in the place of y.
             layer.register_forward_hook(functools.partial(_after, search, name), prepend=True),
         )
     ]
@@ -146,6 +151,7 @@ def _before(
     if is_metadata_inference():
         return
     search.look(name, "x", args[0] if args else kwargs.get("input"))
+    # First the shard, then what was gathered from all ranks.
     search.note(name, "w", shard)
     search.look(name, "w", layer.weight)
 
@@ -213,6 +219,7 @@ class _Watch:
             return
         fqn = self.modules[found[0] if found else module][0]
         name = fqn if found is None else f"{fqn}.{found[1]}".lstrip(".")
+        # rows behind the last group
         past = product.groups.past
         self.search.look(name, "x", product.x.masked_fill(past, 0))
         if found is not None:
@@ -248,6 +255,7 @@ def _before_experts(
     if is_metadata_inference():
         return
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    # x is the first floating-point argument: indices of experts are integers.
     search.look(fqn, "x", next((value for value in given if value.is_floating_point()), None))
     for name in names:
         search.look(f"{fqn}.{name}".lstrip("."), "w", module._parameters[name])

@@ -111,6 +111,7 @@ def look() -> Machine:
         triton=version_of("triton"),
         nccl=_nccl() if gpus else None,
         gpus=gpus,
+        # one line per GPU
         gpus_without_torch=len(drivers),
         problem=problem,
         variables={
@@ -124,6 +125,7 @@ def look() -> Machine:
 
 def version_of(package: str) -> str | None:
     """Return the version of a package that can be imported; None for any other."""
+    # What is installed may not be what this Python imports.
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         return None
     try:
@@ -135,11 +137,13 @@ def version_of(package: str) -> str | None:
 def _gpus() -> tuple[tuple[GpuFacts, ...], str | None]:
     """Return the GPUs, or why they cannot be used."""
     alike: dict[tuple[str, tuple[int, int], int], int] = {}
+    # The count may come from the driver alone; properties initialize CUDA, which may fail.
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
         except (RuntimeError, AssertionError) as error:  # the driver is too old, or the device is lost
             return (), str(error).partition("\n")[0]
+        # Equal GPUs are one entry.
         key = found.name, (found.major, found.minor), found.total_memory
         alike[key] = alike.get(key, 0) + 1
     found_gpus = [GpuFacts(name, count, sm, memory) for (name, sm, memory), count in alike.items()]
@@ -157,6 +161,7 @@ def _by_nvidia_smi() -> list[str]:
         return []
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
+        # Limited in time: a driver that hangs would hang the doctor.
         done = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []

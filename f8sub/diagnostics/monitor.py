@@ -41,6 +41,7 @@ class GradientRows:
 
     def new(self) -> "tuple[list[str], HostCopy] | None":
         """Return names of modules, and their squares on the way to the host; None, cheaply, if there are none."""
+        # Modules are walked only when a reduction was added or removed.
         if self._known != len(measured_by_module):
             self._known = len(measured_by_module)
             modules = self._model.named_modules()
@@ -48,6 +49,7 @@ class GradientRows:
         names, found = [], []
         for name, module in self._modules.items():
             squares = measured_by_module[module]() if module in measured_by_module else None
+            # The same tensor as last time: nothing was measured since.
             if squares is not None and squares is not self._told.get(module):
                 self._told[module] = squares
                 names.append(name.replace("_orig_mod.", "") or "(root)")
@@ -60,6 +62,7 @@ def rows_of(step: int, names: list[str], squares: torch.Tensor) -> list[Statisti
     numbers = [name for name in Statistics._fields if name not in ("step", "layer", "role", "format")]
     rows = []
     for name, (signal, error) in zip(names, squares.tolist(), strict=True):
+        # NaN: of gradients the error alone is measured.
         of_row = {**dict.fromkeys(numbers, float("nan")), "sqnr": decibels(signal, error)}
         rows.append(Statistics(step, name, GRADIENT, "e4m3 1x128", **of_row))
     return rows
@@ -165,6 +168,7 @@ class Monitor:
         """
 
         def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            # args[0] is the optimizer. With a closure the model runs inside of the step, which ends later.
             if (args[1] if len(args) > 1 else kwargs.get("closure")) is None:
                 self._end(failed=False)
 
@@ -177,6 +181,7 @@ class Monitor:
             self._begin()
 
         def captured(*_: Any) -> None:
+            # Replays call no hooks of the optimizer.
             if (capture := current_capture()) is not None:
                 capture.after_replay(replayed)
 
@@ -238,8 +243,10 @@ class Monitor:
         self._read(wait=True)
 
     def _begin(self) -> None:
+        # A step that did not end, as after an exception, is dropped.
         self._end(failed=True)
         self._step, self._in_step = self._step + 1, True
+        # Rows that have arrived are written; the host waits for none.
         self._read(wait=False)
         if self._step % self._every == 0:
             self._sample = Sample(self._step, self._modules, self._rows)
@@ -250,6 +257,7 @@ class Monitor:
             sample.close()
             if not failed:
                 self._check(sample)
+                # A collective, which all ranks come to: they sample the same steps.
                 copy = HostCopy(sample.reduced(self.group))
                 self._pending.append((self._step, copy, sample.statistics))
         if not failed and (gradients := self._gradients.new()) is not None:
@@ -268,10 +276,12 @@ class Monitor:
             )
 
     def _read(self, *, wait: bool) -> None:
+        # In order, so that writers see steps rise.
         while self._pending and (wait or self._pending[0][1].there):
             step, copy, told = self._pending.pop(0)
             rows = told(copy.read())
             self.rows += rows
+            # All ranks have the rows, and the first one writes.
             if not dist.is_initialized() or dist.get_rank(self.group) == 0:
                 for write in self._writers:
                     write(step, rows)
@@ -295,6 +305,7 @@ def _named(there: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 
 def _is_list_of(kind: Any, values: object) -> bool:
+    # A string is a sequence of strings.
     if isinstance(values, str) or not isinstance(values, Sequence | Set):
         return False
     return all(isinstance(value, kind) for value in values)
@@ -302,4 +313,5 @@ def _is_list_of(kind: Any, values: object) -> bool:
 
 def _badness(row: Statistics) -> tuple[bool, float]:
     """Return a key that sorts the worst rows first, those with NaN before all others."""
+    # NaN compares with nothing, so a flag sorts it.
     return not math.isnan(row.sqnr), math.inf if math.isnan(row.row_sqnr) else row.row_sqnr

@@ -115,6 +115,7 @@ def prove(recipe: Recipe, device: torch.device) -> Proof:
     operands: dict[str, Quantized] = {}
     casts = []
     for name, shape in shapes.items():
+        # Drawn on the CPU: the same values for every device.
         values = torch.randn(shape, generator=rng, dtype=torch.float32, device="cpu").to(
             device, torch.bfloat16
         )
@@ -122,9 +123,9 @@ def prove(recipe: Recipe, device: torch.device) -> Proof:
         if cast is not None:
             casts.append(cast)
     pairs = {
-        "fprop": (operands["x"].rowwise, operands["w"].rowwise),
-        "dgrad": (operands["dy"].rowwise, operands["w"].columnwise),
-        "wgrad": (operands["dy"].columnwise, operands["x"].columnwise),
+        "fprop": (operands["x"].rowwise, operands["w"].rowwise),  # y [M, N] = x @ w.t()
+        "dgrad": (operands["dy"].rowwise, operands["w"].columnwise),  # dx [M, K] = dy @ w
+        "wgrad": (operands["dy"].columnwise, operands["x"].columnwise),  # dw [N, K] = dy.t() @ x
     }
     products = tuple(_product(plan, gemm, *pair) for gemm, pair in pairs.items())
     return Proof(recipe.name, device.type, products, tuple(casts))
@@ -138,8 +139,10 @@ def _cast(plan: Plan, name: str, values: torch.Tensor) -> tuple[Cast | None, Qua
         return None, Quantized(None, None, None)
     source: ScaleSource = CURRENT
     if plan.recipe.delayed is not None:
+        # A delayed recipe casts with a scale that is known: here the one of these values.
         scale = scale_from_amax(amax(values, formats[0].tile), formats[0])
         source = GivenScale(PriorScale(scale, 0.0, covers=False, is_known=True))
+    # The columnwise operand of a weight is computed from the rowwise one.
     is_derived = name == "w" and row is not None and col is not None
     if values.is_cpu:
         slow = [format for format in formats if not (format.is_plain and format.tile.is_whole)]
@@ -179,9 +182,11 @@ def _product(plan: Plan, gemm: str, a: Operand | None, b: Operand | None) -> Pro
     reasons = why_not(plan, gemm)
     try:
         if backend != REFERENCE and not plan.any_layout:
+            # The GEMMs of this device take no transposed views.
             a, b = (each._replace(data=each.data.contiguous()) for each in (a, b))
         found = gemm_nt(backend, a, b, torch.bfloat16, spec.fast_accum)
         by_tensor_cores = plan.device.type != "cpu" and backend != REFERENCE
+        # With fast accumulation no partial sum becomes float32 before the end.
         promoted = (IN if spec.fast_accum else PROMOTED) if by_tensor_cores else None
         error = error_in_bounds(found, a, b, promoted)
         if error == math.inf:
@@ -211,9 +216,11 @@ def error_in_bounds(found: torch.Tensor, a: Operand, b: Operand, promoted: int |
     """
     left, right = (reference.dequantize(each, torch.float64) for each in (a, b))
     exact, depth = left @ right.t(), left.shape[1]
+    # sums in float32, which has 2**-23 between 1 and the next number
     sums = (depth + 4) * 2.0**-23 * (left.abs() @ right.abs().t())
     for start in range(0, depth if promoted is not None else 0, STEP):
         if promoted is not None and start % promoted == 0:
+            # float32 took the partial sum, and the accumulator is 0 again.
             accumulator = torch.zeros_like(exact)
         parts = left[:, start : start + STEP], right[:, start : start + STEP]
         largest = torch.maximum(
@@ -221,6 +228,7 @@ def error_in_bounds(found: torch.Tensor, a: Operand, b: Operand, promoted: int |
         )
         accumulator = accumulator + parts[0] @ parts[1].t()
         sums = sums + (STEP + 1) * UNIT * torch.maximum(largest, accumulator.abs())
+    # The rounding of the result may lose half of the distance between two numbers of its dtype.
     bound = sums + torch.finfo(found.dtype).eps / 2 * (exact.abs() + sums) + torch.finfo(found.dtype).tiny
     ratio = (found.to(torch.float64) - exact).abs() / bound
     return float(ratio.max()) if bool(ratio.isfinite().all()) else math.inf

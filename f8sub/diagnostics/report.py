@@ -79,6 +79,7 @@ def _reads(cls: Any) -> tuple[tuple[str, str], ...]:
     found: dict[tuple[str, str], None] = {}
     if cls.__module__.startswith("torch."):
         return ()
+    # A method may be inherited.
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:
             continue
@@ -87,6 +88,7 @@ def _reads(cls: Any) -> tuple[tuple[str, str], ...]:
                 continue
             try:
                 source = inspect.getsource(member)
+            # Compiled or typed-in code has no source.
             except (OSError, TypeError):
                 continue
             found.update(dict.fromkeys((name, child) for child in READ.findall(source)))
@@ -194,6 +196,7 @@ class ConversionReport:
         in_float8 = sum(layer.in_float8 for layer in self.layers) + sum(
             other.in_float8 for other in self.others
         )
+        # A model without products has a share of 0.
         return in_float8 / max(self._multiplications, 1)
 
     @property
@@ -256,6 +259,7 @@ class ConversionReport:
     def _sections(self) -> dict[str, list[str]]:
         """Return rows by what became of their layers, converted ones first."""
         found: dict[str, list[_Weights]] = defaultdict(list)
+        # False sorts before True.
         for layer in sorted(self.layers, key=lambda layer: not layer.converted):
             shape = layer.out_features, layer.in_features
             weights = _Weights(layer.fqn, _shown(shape), math.prod(shape), layer.multiplications)
@@ -271,14 +275,17 @@ class ConversionReport:
         rows: dict[tuple[str, str], list[_Weights]] = defaultdict(list)
         for each in weights:
             rows[kind_of(each.fqn), each.shape].append(each)
+        # The largest kinds; they are shown in the order of the model.
         largest = sorted(rows, key=lambda key: -sum(each.elements for each in rows[key]))[:MOST_ROWS]
         shown = []
         for alike in (rows[key] for key in rows if key in largest):
+            # None: not known from shapes, as for convolutions.
             known = [each.multiplications for each in alike if each.multiplications is not None]
             flops = f"{sum(known) / max(self._multiplications, 1):.1%}" if known else "?"
             elements = f"{sum(each.elements for each in alike) / max(self.parameters, 1):.1%}"
             name = name_of([each.fqn for each in alike])
             if len(name) > NAME_WIDTH:
+                # The end of a name tells layers apart.
                 name = f"...{name[3 - NAME_WIDTH :]}"
             shown.append((name, f"{len(alike)} x", alike[0].shape, flops, elements))
         lines, more = _table(shown), len(rows) - len(largest)
@@ -329,14 +336,17 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         model: the model.
         counted: what a forward multiplied; a string where FLOPs are assumed, with the reason or empty.
     """
+    # Parts of a model may be converted by calls of their own.
     conversions = dict.fromkeys(
         vars(module)["converted"] for module in model.modules() if is_converted(module)
     )
     idle = [pattern for conversion in conversions for pattern in conversion.options["idle_patterns"]]
     layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    # A set: a tied weight counts once.
     weights = {layer.weight for layer in layers.values() if isinstance(layer, Float8Linear)}
     count = None if isinstance(counted, str) else counted
     others = other_weights(model, count)
+    # Lazy parameters have no size yet.
     parameters = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     in_experts = sum(other.parameters for other in others if other.converted)
     known: dict[str, Any] = {}
@@ -350,8 +360,10 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         known["not_counted"] = tuple(
             f"{name} ({_some(kinds(fqns))})" for name, fqns in count.not_known.items()
         )
+        # products of activations are compared with all products with weights
         by_weights = sum((*count.own.values(), *count.elsewhere.values()))
         known["of_activations"] = count.of_activations / max(by_weights, 1)
+    # Layers that other libraries put in the place of converted ones.
     replaced = Conversion.replaced(model)
     rows = tuple(_of_layer(model, fqn, layer, count, replaced.get(fqn)) for fqn, layer in layers.items())
     if count is None or count.device in ("cpu", "meta"):  # on a GPU the count saw what kernels read there
@@ -376,6 +388,7 @@ def _of_layer(
     if count is None:
         assumed = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
         return LayerReport(fqn or ROOT, *sizes, converted, detail, assumed, assumed if converted else 0.0)
+    # Other code that multiplies by the weight does so in high precision.
     own, elsewhere = count.of_module(fqn)
     readers = dict.fromkeys(reader for (name, _), reader in count.readers.items() if name == fqn)
     return LayerReport(
@@ -425,6 +438,7 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
     first = next(filter(is_converted, modules.values()), None)
     other: Recipe = get_recipe(DEFAULT) if first is None else first.plan.recipe
     options = {} if first is None else first.converted.options
+    # "auto" without tokens decided by ``ASSUMED``.
     by_width = options.get("experts") == AUTO_EXPERTS and options["tokens"] is None
     tokens = tokens or options.get("tokens")
     seen = set()
@@ -433,6 +447,7 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
             continue
         recipe = module.plan.recipe if is_converted(module) else other
         sizes = tuple((product.experts, product.rows, product.cols) for product in products)
+        # one sentence for equal modules
         if (key := (kind_of(fqn), sizes, recipe.name)) in seen:
             continue
         seen.add(key)

@@ -67,10 +67,12 @@ class Sample:
         weight = next(product.weight for module in modules.values() for product in products_of(module))
         # Where the layers run: CPU offload keeps shards elsewhere.
         device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
+        # One row for each (layer, role): zeros, and -inf, where nothing is taken.
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
         self._exits = contextlib.ExitStack()
         for name, layer in modules.items():
+            # Experts are watched by product, below.
             if layer.plan.grouped:
                 continue
             before = layer.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True)
@@ -79,6 +81,7 @@ class Sample:
             self._exits.callback(before.remove)
             self._exits.callback(after.remove)
         self._exits.enter_context(watching(_Watch(self, modules)))
+        # Hooks see tensors in eager code alone.
         self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         self._exits.enter_context(launching("a Monitor samples it"))
         self._called = False
@@ -102,9 +105,11 @@ class Sample:
             rows, like = (
                 sent_to(self._sums.device, list(each)) for each in (self._same, self._same.values())
             )
+            # Siblings get the row of the x that they share.
             for table in (self._sums, self._maxima):
                 table.index_copy_(0, rows, table.index_select(0, like))
         if dist.is_initialized() and dist.get_world_size(group) > 1:
+            # Two reductions for all operands together.
             dist.all_reduce(self._sums, dist.ReduceOp.SUM, group=group)
             dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=group)
         return torch.cat([self._sums, self._maxima], dim=1)
@@ -124,6 +129,7 @@ class Sample:
     def _before(self, name: str, layer: Float8Linear, args: Any, kwargs: dict[str, Any]) -> None:
         if is_metadata_inference():
             return
+        # Forwards under no_grad count here: the warning is for steps that call no layer.
         self._called = True
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name in self._calls:
             return
@@ -135,8 +141,10 @@ class Sample:
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
             if is_dtensor(weight):
+                # the parts that this rank multiplies
                 x, weight, _, _, sources, _ = place(layer, plan, weight, x, None, sources)
             self._calls[name] = call = plan, dtype, sources
+            # An x that comes in float8 has no high-precision values to compare with.
             if not isinstance(x, Float8Tensor):
                 self._note_x(name, x, recipe.fprop.a, dtype, sources.x)
             if recipe.fprop.b is not None and self.wants(name, "w"):
@@ -148,6 +156,7 @@ class Sample:
         """Measure an x once, however many siblings share it: they cast it once."""
         if format is None or not self.wants(name, "x"):
             return
+        # An x that was written to since is another one.
         noted = _Noted(weakref.ref(x), x._version, format, dtype, source, self._rows[name, "x"])
         if self._last_x is not None and noted.is_like(self._last_x):
             self._formats[name, "x"], self._same[noted.row] = format, self._last_x.row
@@ -166,8 +175,10 @@ class Sample:
         if isinstance(weight, Float8Tensor):
             shard = layer.converted.record_of(layer, "weight").shard
             if shard is None or not shard.master.numel() or weight.rowwise is None:
+                # This rank has nothing to add: the row is that of other ranks.
                 self.take(name, "w", format, ())
                 return
+            # High precision has the shard alone, so the gathered data is cut to it.
             values = shard.values.to(shard.dtype).to(weight.device)
             row, col = (a - b for a, b in zip(shard.layout.offset, shard.layout.origin, strict=True))
             self.take(name, "w", format, [(values, part_of(weight.rowwise, row, col, *values.shape))])
@@ -187,11 +198,13 @@ class Sample:
         plan, dtype, _ = self._calls[name]
         recipe = plan.recipe
         if (format := recipe.dgrad.a or recipe.wgrad.a) is not None:
+            # dgrad reads dy, or wgrad does where dgrad stays in high precision.
             y.register_hook(functools.partial(self._note_dy, name, format))
         with torch.no_grad():
             local = y.to_local() if is_dtensor(y) else y
             self._note(name, "y", local, recipe.fprop.a, dtype, CURRENT)
         if self.wants(name, "dx") or self.wants(name, "dw"):
+            # The hook of y sees dy; that of the node dx and dw.
             node = node_of(y, "Float8Matmul")
             node.register_hook(functools.partial(self._note_gradients, name, recipe))
 
@@ -262,8 +275,10 @@ def part_of(operand: Operand, row: int, col: int, rows: int, cols: int) -> Opera
     """Return a part of an operand, with a scale per element if its tiles do not begin where the part does."""
     format, scale = operand.format, operand.scale_inv
     per_byte, tile = format.codes_per_byte, format.tile
+    # Two elements of 4 bits are one byte.
     data = operand.data[row : row + rows, col // per_byte : -(-(col + cols) // per_byte)]
     places = ((row, rows, tile.rows), (col, cols, tile.cols))
+    # The part begins where tiles do, so it has scales of its own.
     if format.is_plain and all(edge == ALL or first % edge == 0 for first, _, edge in places):
         for dim, (first, size, edge) in enumerate(places):
             scale = scale if edge == ALL else scale.narrow(dim, first // edge, -(-size // edge))
@@ -336,6 +351,7 @@ class _Watch:
                 or self.sample.has(name, "dw")
             ):
                 return
+            # [E, N, K]
             values = dw.transpose(1, 2) if call.transposed else dw
             parts = ((each, quantize_experts(each[None], format).of_group(0)) for each in values)
             self.sample.take(name, "dw", format, parts)
@@ -371,6 +387,7 @@ class _Watch:
         made = present(quantize(values, format, None, source, groups=groups).rowwise)
         codes, scale, is_none = made.by_row(groups)
         operand = Operand(codes, scale.expand(codes.shape).contiguous(), each_element(format))
+        # Rows of no expert may hold anything.
         codes.view(torch.uint8).masked_fill_(is_none, 0)
         self.sample.take(name, role, format, [(values.masked_fill(is_none, 0), operand)])
 
@@ -406,6 +423,7 @@ def _weights(
         return
     values, rows = shard.values, weight.shape[1]
     row, col = (a - b for a, b in zip(shard.layout.offset, shard.layout.origin, strict=True))
+    # One expert [N, K] of the shard at a time.
     for first in range(0, len(values), rows):
         each = values[first : first + rows].to(shard.dtype).to(weight.device)
         yield each, part_of(weight.rowwise, row + first, col, *each.shape)

@@ -113,6 +113,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         )
     found: dict[str, tuple[torch.Tensor, int]] = {}
     note = functools.partial(_note, found)
+    # Gradients that the user has are put back, after an error as well.
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     with ExitStack() as exits:
         for parameter, grad in kept:
@@ -127,9 +128,11 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         names = {module: (fqn, module.plan) for fqn, module in modules.items()}
         for module, (fqn, plan) in names.items():
             exits.callback(setattr, module, "plan", plan)
+            # Experts are watched by product.
             if not plan.grouped:
                 look = functools.partial(_after, note, fqn, plan)
                 exits.callback(module.register_forward_hook(look, with_kwargs=True).remove)
+            # y8 is computed beside a forward in high precision.
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
             module.plan = plan.with_recipe(high)
         exits.enter_context(watching(functools.partial(_look, note, names)))
@@ -152,6 +155,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
             f"{', '.join(broken)}: float8's error, or the gradient that it is multiplied by, is NaN or infinite, so "
             "layers cannot be ranked; f8sub.find_nonfinite tells where it begins"
         )
+    # Harm per FLOP: layers that lose most for what they gain are first.
     return Sensitivity(tuple(sorted(rows, key=lambda row: -row.harm / max(row.flops, 1e-12))), loss.item())
 
 
@@ -178,6 +182,7 @@ def _after(
         w8 = weight_rowwise(layer.weight, (plan, dtype, sources))
         a = matrix.float() if x8 is None else dequantize(x8, torch.float32)
         b = weight.float() if isinstance(w8, torch.Tensor) else dequantize(w8, torch.float32)
+        # [M, N] in float32: the difference of two products that are nearly equal.
         error = (a @ b.t() - matrix.float() @ weight.float().t()).view(y.shape)
     note(fqn, error, y, matrix.shape[0] * weight.numel())
 
@@ -187,6 +192,7 @@ def _note(
 ) -> None:
     def add(dy: torch.Tensor) -> None:
         harm, before = (error * dy.float()).square().sum(), found.get(fqn)
+        # A layer that runs several times adds up.
         found[fqn] = (harm, flops) if before is None else (before[0] + harm, before[1] + flops)
 
     if y.requires_grad:
@@ -203,4 +209,5 @@ def _look(
     with torch.no_grad():
         y8 = multiply(x.detach(), weight, groups, call._replace(plan=plan))
         error = y8.float() - y.detach().float()
+    # Tokens of all experts, each times N * K.
     note(fqn, error, y, int(groups.ends[-1]) * weight[0].numel())

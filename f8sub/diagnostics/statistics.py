@@ -57,8 +57,11 @@ def launches_of(
     values = values if values.stride(1) == 1 else values.contiguous()
     codes = operand.data if operand.data.stride(1) == 1 else operand.data.contiguous()
     rows, tile = -(-values.shape[0] // step), operand.format.tile
+    # [signal and noise, rows]
     of_rows = torch.empty(2, rows, dtype=torch.float32, device=values.device)
+    # Over all elements, also those whose errors are not looked at.
     amax = torch.linalg.vector_norm(values, torch.inf)
+    # The largest scale_inv belongs to the smallest scale.
     low, high = (scale_inv, scale_inv) if scale_inv.numel() == 1 else torch.aminmax(scale_inv)
     measured = {
         "values_ptr": values,
@@ -75,6 +78,7 @@ def launches_of(
         "rows": rows,
         "SOURCE": CODES[operand.format.dtype],
         "LARGEST": operand.format.max,
+        # 0 is all of the dimension
         "TILE_ROWS": 0 if tile.rows == ALL else tile.rows,
         "TILE_COLS": 0 if tile.cols == ALL else tile.cols,
         "FINITE": FINITE,
@@ -95,6 +99,7 @@ def launches_of(
     }
     return [
         Launch(statistics_kernels.measure_rows, rows, measured, {"num_warps": 4}),
+        # One program adds all rows in their order, so that sums have the same bits every time.
         Launch(statistics_kernels.add_rows, 1, added, {"num_warps": 4}),
     ]
 
@@ -136,6 +141,7 @@ class Measured(NamedTuple):
 def measure(values: torch.Tensor, operand: Operand) -> Measured:
     """Compare a matrix with its codes, without waiting for the device; see ``add_measured``."""
     sums = torch.zeros(WIDTH, dtype=torch.float32, device=values.device)
+    # -inf is neutral in a maximum
     maxima = torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float32, device=values.device)
     add_measured(values, operand, sums, maxima)
     return Measured(sums, maxima)
@@ -152,6 +158,7 @@ def add_measured(values: torch.Tensor, operand: Operand, sums: torch.Tensor, max
         sums: float32, (``WIDTH``,); added to in place.
         maxima: float32, (``len(MAXIMA)``,); each is the larger of before and now.
     """
+    # At most about LOOKED_AT elements, in every step-th row.
     step, scale_inv = -(-values.numel() // LOOKED_AT), operand.scale_inv.float()
     if support.takes(values) and has_kernel(operand):
         with support.device_of(values):
@@ -178,11 +185,13 @@ def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, s
     if step > 1:
         values, operand = values[::step], _every(operand, step)
     exact = values.float()
+    # Operands may be filled up along K: that part is cut off.
     made = reference.dequantize(operand, torch.float32)[:, : exact.shape[1]]
     codes = _magnitudes(operand)[:, : exact.shape[1]]
     nonzero, is_zero = exact != 0, codes == 0
     counted = [
         nonzero,
+        # Cut off, and not just rounded to the largest number.
         (codes >= operand.format.max) & (exact.abs() > _CUT_OFF * made.abs()),
         is_zero & nonzero,
         (codes < _SMALLEST_NORMAL[operand.format.dtype]) & ~is_zero,
@@ -191,6 +200,7 @@ def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, s
     # Signal and noise of each row.
     of_rows = torch.stack([exact, made - exact]).square_().sum(2)
     row_db = 10 * (of_rows[0] / of_rows[1].clamp(min=1e-38)).log10()
+    # Rows of zeros have -inf dB, and weight 0 in the histogram.
     bins = ((row_db - LOWEST) / STEP).nan_to_num(0.0).clamp(0, BINS - 1).long()
     histogram = torch.zeros(BINS, dtype=torch.float32, device=exact.device)
     histogram.scatter_add_(0, bins, (of_rows[0] > 0).float())
@@ -199,6 +209,7 @@ def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, s
     count = torch.full((1,), exact.numel(), dtype=torch.float32, device=exact.device)
     return Measured(
         torch.cat([count, counts, of_rows.sum(1), histogram]),
+        # In the order of MAXIMA: the smallest scale is the maximum of negative ones.
         torch.stack([amax.float(), 1 / scale_inv.amin(), -1 / scale_inv.amax()]),
     )
 
@@ -210,6 +221,7 @@ def _every(operand: Operand, step: int) -> Operand:
         rows = (
             torch.arange(0, len(operand.data), step, dtype=torch.int64, device=scale_inv.device) // tile.rows
         )
+        # By their bytes: index_select does not take every float8 dtype.
         scale_inv = scale_inv.view(torch.uint8) if scale_inv.itemsize == 1 else scale_inv
         scale_inv = scale_inv.index_select(0, rows).view(operand.scale_inv.dtype)
     elif tile.rows == 1:
@@ -273,6 +285,7 @@ def statistics_of(
     amax, scale_max, minus_scale_min = maxima
     if not found["count"]:
         return None
+    # Shares of an operand of zeros are 0.
     nonzero = max(found["nonzero"], 1.0)
     return Statistics(
         step=step,
@@ -293,12 +306,14 @@ def statistics_of(
 
 def decibels(signal: float, noise: float) -> float:
     """Return the ratio of two sums of squares, in dB."""
+    # A signal of 0 has -inf dB; math.log10 would raise.
     ratio = torch.tensor(signal / max(noise, 1e-38), dtype=torch.float64, device="cpu")
     return float(10 * ratio.log10())
 
 
 def _median(histogram: list[float]) -> float:
     """Return the middle, in dB, of the bin that holds the median; NaN for no rows."""
+    # Half of the rows are below the median.
     left = sum(histogram) / 2
     for index, count in enumerate(histogram):
         left -= count

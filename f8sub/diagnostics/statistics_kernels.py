@@ -24,6 +24,7 @@ def measure_rows(
     four counts begin at COUNTS, the bins at BINS_AT.
     """
     number = tl.program_id(0)
+    # int64: row * stride may exceed 2**31
     row = number.to(tl.int64) * step
     values, codes_of_row = values_ptr + row * value_stride, codes_ptr + row * code_stride
     scales = scale_inv_ptr
@@ -41,6 +42,7 @@ def measure_rows(
         if TILE_COLS:
             scale = tl.load(scales + i // TILE_COLS * scale_col_stride, mask=inside, other=1.0)
         else:
+            # one scale for the row
             scale = tl.load(scales)
         made = code * scale
         made = tl.where(made > FINITE, FINITE, tl.where(made < -FINITE, -FINITE, made))
@@ -61,6 +63,7 @@ def measure_rows(
     tl.atomic_add(sums_ptr + COUNTS + 2, tl.sum(flushed).to(tl.float32), sem="relaxed")
     tl.atomic_add(sums_ptr + COUNTS + 3, tl.sum(subnormal).to(tl.float32), sem="relaxed")
     ratio = of_row / tl.where(error < 1e-38, 1e-38, error)
+    # 10 * log10(2) = 3.01...
     bin = (tl.log2(ratio) * 3.0102999566398120 - LOWEST) / STEP
     bin = tl.where(bin >= 0.0, tl.where(bin < BINS, bin, BINS - 1.0), 0.0)  # of NaN 0
     if of_row > 0.0:
@@ -80,6 +83,7 @@ def add_rows(
         i = first + tl.arange(0, BLOCK)
         signal += tl.load(of_rows_ptr + i, mask=i < rows, other=0.0)
         noise += tl.load(of_rows_ptr + rows + i, mask=i < rows, other=0.0)
+    # One program runs here, so no atomics are needed.
     tl.store(sums_ptr, tl.load(sums_ptr) + count)
     tl.store(sums_ptr + SIGNAL, tl.load(sums_ptr + SIGNAL) + tl.sum(signal))
     tl.store(sums_ptr + SIGNAL + 1, tl.load(sums_ptr + SIGNAL + 1) + tl.sum(noise))
@@ -91,4 +95,5 @@ def add_rows(
 @triton.jit
 def _take(maximum_ptr, value):
     before = tl.load(maximum_ptr)
+    # NaN, which is unequal to itself, wins over every number.
     tl.store(maximum_ptr, tl.where((value > before) | (value != value), value, before))

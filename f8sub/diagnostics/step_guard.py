@@ -68,6 +68,7 @@ class StepGuard:
         self._group = group
         self._conversions: set[Conversion] = set()
         self._groups_seen = 0
+        # ids of parameters that have had a step, so that their states exist
         self._stepped: set[int] = set()
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found_inf_before: list[torch.Tensor | None] = []
@@ -77,6 +78,7 @@ class StepGuard:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+        # The optimizer holds the guard by its hooks.
         self._optimizer = weakref.ref(optimizer)
         _guarded.add(optimizer)
         self._enter_conversions(optimizer)
@@ -114,12 +116,15 @@ class StepGuard:
         given = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         found = self._found(given)
         self.skipped += found.to(self.skipped.dtype)
+        # fused SGD creates its momentum in the first step: there the host decides.
         ready = {id(p) for p in given} <= self._stepped
         if ready and _takes_found_inf(steps):
+            # GradScaler may have set its own: the step is skipped if either is 1.
             before = getattr(steps, "found_inf", None)
             self._found_inf_before = [before]
             steps.found_inf = found if before is None else torch.maximum(found, before.to(found))  # type: ignore[attr-defined]
-        elif found.item():
+        elif found.item():  # waits for the device
+            # An optimizer steps no parameter without a gradient.
             self._hidden = [(p, p.grad) for p in given if p.grad is not None]
             for parameter in given:
                 parameter.grad = None
@@ -149,8 +154,10 @@ class StepGuard:
         found = torch.zeros((), dtype=torch.float32, device=self.skipped.device)
         for device in dict.fromkeys(gradient.device for gradient in gradients):
             if filled := [g for g in gradients if g.device == device and g.numel()]:
+                # The maximum norm is finite only if all elements are; all norms are a few launches.
                 finite = torch.stack([norm.isfinite() for norm in torch._foreach_norm(filled, torch.inf)])
                 found = torch.maximum(found, (~finite.all()).to(found))
+        # MAX: the 1 of one rank is that of all.
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found

@@ -16,6 +16,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning
 Writer = Callable[[int, Sequence[Statistics]], None]
 """Takes a step's number and its rows."""
 
+# all but step, layer, role and format
 _NUMBERS = Statistics._fields[4:]
 
 _MAGNITUDES = ("amax", "rms", "scale_min", "scale_max")
@@ -38,8 +39,10 @@ def jsonl(path: str | os.PathLike[str]) -> Writer:
     def write(step: int, rows: Sequence[Statistics]) -> None:
         lines = []
         for row in rows:
+            # JSON has neither NaN nor infinity.
             numbers = {name: value for name in _NUMBERS if math.isfinite(value := getattr(row, name))}
             lines.append(json.dumps({**row._asdict(), **dict.fromkeys(_NUMBERS), **numbers}, allow_nan=False))
+        # the length to go back to
         whole = file.stat().st_size if file.exists() else 0
         try:
             with file.open("a") as opened:
@@ -128,11 +131,13 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
         )
     layers, steps = list(dict.fromkeys(row.layer for row in shown)), sorted({row.step for row in shown})
     values = {(row.layer, row.step): getattr(row, statistic) for row in shown}
+    # NaN is drawn as a gap.
     grid = [[values.get((layer, step), float("nan")) for step in steps] for layer in layers]
     figure = Figure(figsize=(4 + 0.25 * len(steps), 1.2 + 0.18 * len(layers)), layout="constrained")
     axes = figure.subplots()
     is_sqnr = statistic.endswith("sqnr")
     told = [value for row in grid for value in row if math.isfinite(value)]
+    # dB, the same colours in every picture of SQNR
     norm = Normalize(10, 32) if is_sqnr else Normalize()
     if statistic in _MAGNITUDES and told and min(told) > 0:
         norm = LogNorm(min(told), max(told))
@@ -140,10 +145,12 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
     cmap = "RdYlBu" if is_sqnr else "viridis"
     image = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap=cmap, norm=norm)
     segments = zip(*(layer.split(".")[:-1] for layer in layers), strict=False)
+    # What all names begin with is shown once, at the axis.
     same = itertools.takewhile(lambda names: len(set(names)) == 1, segments)
     shared = "".join(f"{names[0]}." for names in same)
     axes.set_yticks(range(len(layers)), [layer.removeprefix(shared) for layer in layers], fontsize=6)
     axes.set_ylabel(shared.strip("."), fontsize=8)
+    # at most 12 labels
     every = -(-len(steps) // 12)
     axes.set_xticks(range(0, len(steps), every), list(map(str, steps[::every])), fontsize=6)
     axes.set_xlabel("step")

@@ -67,7 +67,7 @@ def _told(tokens: float) -> str:
 def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float | None) -> ExpertGain:
     """Predict the speed-up of the weights of one module of experts.
 
-    The formula is that of docs/experts.md. A weight is cast in every forward, as if FSDP2 gathers it in high precision.
+    The formula is in docs/experts.md. A weight is cast in every forward, as if FSDP2 gathered it in high precision.
 
     Args:
         products: all of its weights.

@@ -737,13 +737,6 @@ def is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Have FSDP2 free what it gathered and kept: a forward without a backward leaves the root's parameters whole."""
-    for module in model.modules():
-        if is_fsdp_module(module):
-            module.reshard()
-
-
 def tensors_in_storage(tensor: torch.Tensor) -> int:
     """How many tensors, itself among them, and NumPy arrays lie in a tensor's storage."""
     storage = tensor.untyped_storage()  # the Python object counts, too

@@ -30,7 +30,7 @@ def reduce_gradients_in_float8(
     """Reduce the gradients of ``model`` from now on with e4m3 data on the wire and sums in float32.
 
     Call it after ``fully_shard`` on every rank, with the same options. A rank sends each other rank the float8 data of
-    its shard's gradients, with an exponent for each 128, and each rank adds what it received in float32 in the order of
+    its shard's gradients, with an exponent for each 128. Each rank adds what it received in float32, in the order of
     the ranks. So each gradient is rounded once however many ranks there are, and a run has the same bits every time.
     NaN and infinity arrive at exactly their elements. What FSDP2 does with the sum is as before: divide factors,
     accumulation, HSDP's all-reduce, offloading. Use ``reduce_dtype=torch.float32`` in its policy, which costs no byte

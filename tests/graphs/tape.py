@@ -100,8 +100,6 @@ def _memory(tensor: torch.Tensor) -> int:
 class Tape:
     """Takes the place of ``recorded.Recorded``."""
 
-    failing: BaseException | None = None
-
     def __init__(self, stream: Any, pool: Any) -> None:
         self._recording = Recording()
 

@@ -407,10 +407,6 @@ def test_arguments_that_are_none(arguments, options, said):
         f8sub.graph_step(*(model if argument == "model" else argument for argument in arguments), **options)
 
 
-def test_a_model_that_is_not_converted_has_steps_too(monkeypatch):
-    both(monkeypatch, None)
-
-
 def test_precompute_scales_within_ones_own_capture_is_an_error(rank, world):
     model = shard(transformer("rowwise"), BF16)
     f8sub.precompute_scales(model)

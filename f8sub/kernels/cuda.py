@@ -55,6 +55,10 @@ def quantize(
 
     If ``amax`` is given, it is ``scales.amax`` of ``x``, and both formats have one scale a matrix.
     """
+    if prior is None and not any_layout:
+        names = None if rowwise is None else rowwise.name, None if columnwise is None else columnwise.name
+        if (tensors := quantize_again(x, amax, *names)) is not None:
+            return _quantized(tensors, rowwise, columnwise)
     formats = [format for format in (rowwise, columnwise) if format is not None]
     is_current = prior is None and amax is None
     in_bands = (
@@ -87,7 +91,7 @@ def quantize(
                 one.run()
             return Quantized(*plan[1:4])
         tensors = launch.run(
-            (rowwise, columnwise),
+            tuple(None if format is None else format.name for format in (rowwise, columnwise)),
             (x, amax),
             lambda: (
                 quantize_grouped_launch.quantization_of_stacked_weights(x, present(rowwise))
@@ -95,10 +99,43 @@ def quantize(
                 else quantize_launch.quantization(x, rowwise, columnwise, None, amax).made
             ),
         )
+    return _quantized(tensors, rowwise, columnwise)
+
+
+def _quantized(
+    tensors: Sequence[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
+) -> Quantized:
     return Quantized(
         None if rowwise is None else Operand(tensors[0], tensors[1], rowwise),
         None if columnwise is None else Operand(tensors[-2], tensors[-1], columnwise),
     )
+
+
+def quantize_again(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> list[torch.Tensor] | None:
+    """Data and scales of each usage, by launches that ``quantize`` prepared; None where it has not.
+
+    Nothing else is asked: what was prepared for a tensor of this kind holds for the next one. Formats go by name.
+    """
+    if not support.takes(x):
+        return None
+    from f8sub.kernels.triton import launch
+
+    with support.device_of(x):
+        return launch.run_prepared((rowwise, columnwise), (x, amax))
+
+
+def derive_again(
+    codes: torch.Tensor, scale_inv: torch.Tensor, rowwise: str, columnwise: str
+) -> list[torch.Tensor] | None:
+    """Data and scales of the columnwise operand, by launches that ``derive_columnwise`` prepared, or None."""
+    if not support.takes(codes):
+        return None
+    from f8sub.kernels.triton import launch
+
+    with support.device_of(codes):
+        return launch.run_prepared(("derived", rowwise, columnwise), (codes, scale_inv))
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
@@ -118,6 +155,9 @@ def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
     codes = rowwise.data
+    kind = "derived", rowwise.format.name, columnwise.name
+    if (again := derive_again(codes, rowwise.scale_inv, *kind[1:])) is not None:
+        return Operand(*again, columnwise)
     if not support.takes(codes) or why_no_kernel(columnwise):
         return reference.derive_columnwise(rowwise, columnwise)
     tiles = rowwise.format.tile, columnwise.tile
@@ -132,7 +172,6 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
         rowwise = rowwise._replace(scale_inv=rowwise.scale_inv.contiguous())
     from f8sub.kernels.triton import launch, quantize_launch
 
-    kind = rowwise.format, columnwise
     with support.device_of(codes):
         data, scale_inv = launch.run(
             kind, (codes, rowwise.scale_inv), lambda: quantize_launch.derivation(rowwise, columnwise).made

@@ -74,6 +74,18 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
     return [t.clone() if addresses[i] in addresses[:i] else t for i, t in enumerate(found)]
 
 
+def _flat(made: list[torch.Tensor], *formats: str | None) -> list[torch.Tensor]:
+    """Results of kernels as an operator's: each has memory of its own already, and scales of blocks become flat."""
+    found: list[torch.Tensor] = []
+    tensors = iter(made)
+    for name in formats:
+        if name is not None:
+            format = Float8Format.parse(name)
+            data, scale_inv = next(tensors), next(tensors)
+            found += data, flat(Operand(data, scale_inv, format)) if _has_blocks(format) else scale_inv
+    return found
+
+
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
     """Return a fake's result for an operand of (rows, depth) elements; scales of blocks are flat."""
     depth = -(-depth // format.depth_multiple) * format.depth_multiple
@@ -90,6 +102,8 @@ def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: i
 def _quantize(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor]:
+    if (again := cuda.quantize_again(x, amax, rowwise, columnwise)) is not None:
+        return _flat(again, rowwise, columnwise)
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
     made = cuda.quantize(x, row, col, amax=amax)
     return _as_list(operand for operand in (made.rowwise, made.columnwise) if operand is not None)
@@ -106,6 +120,9 @@ def _fake_quantized(
 def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if scale_inv.dim() == 2 and (again := cuda.derive_again(data, scale_inv, rowwise, columnwise)) is not None:
+        codes, scale = _flat(again, columnwise)
+        return codes, scale
     operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
     derived = cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.

@@ -1,5 +1,6 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
+import ctypes
 import gc
 import os
 import weakref
@@ -46,7 +47,7 @@ def _start() -> None:
     from scripts.bench import no_gpu
 
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"  # what Triton 3.10 is to do; our kernels ask for the other
-    no_gpu.install(lambda kernel, arguments: _seen.append((kernel, arguments)))
+    no_gpu.install(lambda kernel, arguments: _seen.append((kernel, with_addresses(arguments))))
 
 
 def _taken() -> Seen:
@@ -177,24 +178,47 @@ def test_what_is_kept_does_not_grow_without_end(process):
     process(bounded)
 
 
+class Address(int):
+    """A number that was handed over in place of a tensor, with the first element that lay there at the launch."""
+
+    def __new__(cls, address: int) -> "Address":
+        found = super().__new__(cls, address)
+        found.element = ctypes.c_int32.from_address(address).value
+        return found
+
+
+def with_addresses(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """No size or stride of these tests has more than 32 bits."""
+    return tuple(Address(value) if type(value) is int and value >> 32 else value for value in arguments)
+
+
 def roles(tensors: dict[str, torch.Tensor]) -> list[list[Any]]:
     """What was launched since the last look: kernels with their arguments, tensors by the role that they lie in."""
     scratch: list[int] = []
 
-    def role(value: Any) -> Any:
-        if hasattr(value, "block_shape"):
-            return {**vars(value), "base": role(value.base)}, value.base.dtype
-        if not isinstance(value, torch.Tensor):
-            return "profiler" if type(value).__name__ == "LazyDict" else value
-        address = value.data_ptr()
+    def role_at(address: int, is_zero: Callable[[], bool]) -> Any:
         for name, tensor in tensors.items():
             if 0 <= address - tensor.data_ptr() < max(tensor.nbytes, 1):
                 return name, address - tensor.data_ptr()
-        assert not value.any(), "scratch memory is zero"
+        assert is_zero(), "scratch memory is zero"
         scratch.append(address)
         return "scratch", address - scratch[0]
 
+    def role(value: Any) -> Any:
+        if hasattr(value, "block_shape"):
+            return {**vars(value), "base": role(value.base)}, value.base.dtype
+        if isinstance(value, torch.Tensor):
+            return role_at(value.data_ptr(), lambda: not value.any())
+        if isinstance(value, Address):
+            return role_at(value, lambda: value.element == 0)
+        return "profiler" if type(value).__name__ == "LazyDict" else value
+
     return [[kernel, *map(role, arguments)] for kernel, arguments in _taken()]
+
+
+def returning(run: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
+    """``run``, which also leaves what it returns in ``results``."""
+    return lambda *arguments: results.append(run(*arguments)) or results[-1]
 
 
 def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callable[..., object]) -> bool:
@@ -204,22 +228,21 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
     """
     from f8sub.kernels.triton import launch as launcher
 
-    found, known, results, run = [], [], [], launcher.run
+    found, known, results = [], [], []
     worked_out, launch, kept = [], launcher.Launch.run, set()
     for _ in range(3):
         given = draw()
         _taken()
         results.clear()
         with (
-            mock.patch.object(
-                launcher, "run", lambda *arguments: results.append(run(*arguments)) or results[-1]
-            ),
+            mock.patch.object(launcher, "run", returning(launcher.run, results)),
+            mock.patch.object(launcher, "run_prepared", returning(launcher.run_prepared, results)),
             mock.patch.object(launcher.Launch, "run", lambda self: worked_out.append(self) or launch(self)),
         ):
             call(**given)
         known.append((len(launcher._launch_cache), len(worked_out)))
         kept.update(map(weakref.ref, given.values()))
-        made = [tensor for result in results for tensor in result]
+        made = [tensor for result in results if result is not None for tensor in result]
         assert len({tensor.data_ptr() for tensor in made}) == len(made)
         named = given | {f"result {number}": tensor for number, tensor in enumerate(made)}
         found.append(([(t.shape, t.stride(), t.dtype) for t in made], roles(named)))

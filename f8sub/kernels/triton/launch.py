@@ -118,7 +118,7 @@ class Launches(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """A tensor among a launch's arguments: which of a call's, and from where on; a descriptor without its tensor."""
+    """A tensor among a launch's arguments: which of a call's, from which byte on; a descriptor without its tensor."""
 
     place: int
     number: int
@@ -168,17 +168,17 @@ class _PreparedLaunches:
         ]
         scratch = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.scratch]
         tensors = [*given, *results, *scratch]
+        # Numbers, not tensors: of each tensor Triton asks the driver whether a GPU may read it.
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         stream = driver.active.get_current_stream(self.index)
         for runner, values, arguments in self.runners:
             # Several threads may run it at once, such as autograd's.
             handed = values.copy()
             for place, number, offset, descriptor in arguments:
-                tensor: Any = tensors[number]
-                if descriptor is not None:
-                    tensor = _of_another(descriptor, tensor)
-                elif offset:
-                    tensor = tensor[offset:]
-                handed[place] = tensor
+                if descriptor is None:
+                    handed[place] = addresses[number] + offset
+                else:
+                    handed[place] = _of_another(descriptor, tensors[number])
             runner(*handed, stream=stream)
         return results
 
@@ -188,6 +188,12 @@ _launch_cache: dict[Hashable, _PreparedLaunches | None] = {}
 
 _seen_once: set[int] = set()
 """Hashes of kinds that came once: tokens of experts may come in another number each time, and are not worth more."""
+
+
+def run_prepared(kind: Hashable, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """``run`` of a kind that is prepared; None where it is not."""
+    found = _launch_cache.get(_key(kind, given))
+    return None if found is None else found.run(given)
 
 
 def run(
@@ -201,9 +207,7 @@ def run(
         make: works out the launches, where this kind was not seen before. Their arguments are ``given``, results,
             scratch memory, and parts of flat ones.
     """
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in given]
-    # The last part says which of the tensors are the same one: then one argument stands for both.
-    key = kind, *map(_kind_of_tensor, given, addresses), *map(addresses.index, addresses)
+    key = _key(kind, given)
     found = _launch_cache.get(key, key)  # None is an entry, too
     if isinstance(found, _PreparedLaunches):
         return found.run(given)
@@ -224,11 +228,21 @@ def run(
     return made.results
 
 
-def _kind_of_tensor(tensor: torch.Tensor | None, address: int | None) -> Hashable:
-    if tensor is None or address is None:
-        return None
-    # Whatever the launches of a call follow from; of the address only its alignment.
-    return tensor.shape, tensor.stride(), tensor.dtype, address % ALIGNMENT, tensor.get_device()
+def _key(kind: Hashable, given: Sequence[torch.Tensor | None]) -> Hashable:
+    """Whatever the launches of a call follow from; of addresses only their alignment, and which are the same one."""
+    key: list[Hashable] = [kind]
+    addresses: list[int | None] = []
+    for tensor in given:
+        if tensor is None:
+            key.append(None)
+            addresses.append(None)
+            continue
+        address = tensor.data_ptr()
+        key += tensor.shape, tensor.stride(), tensor.dtype, address % ALIGNMENT, tensor.get_device()
+        # One argument stands for a tensor that is given twice.
+        key.append(addresses.index(address) if address in addresses else -1)
+        addresses.append(address)
+    return tuple(key)
 
 
 def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
@@ -242,7 +256,7 @@ def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
 def _found(
     value: torch.Tensor, tensors: Sequence[torch.Tensor | None]
 ) -> tuple[int, int, torch.dtype] | None:
-    """Find the tensor that an argument lies in: its number, the argument's first element, and its dtype; or None."""
+    """Find the tensor that an argument lies in: its number, the argument's first byte in it, and its dtype; or None."""
     address = value.data_ptr()
     there = [(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
     for number, tensor in there:
@@ -251,5 +265,5 @@ def _found(
     for number, tensor in there:
         offset = address - tensor.data_ptr()
         if tensor.dim() == 1 and 0 <= offset < tensor.nbytes:
-            return number, offset // tensor.element_size(), tensor.dtype
+            return number, offset, tensor.dtype
     return None

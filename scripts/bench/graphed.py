@@ -23,7 +23,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
@@ -88,6 +97,41 @@ def made(size: str, layers: int, tokens: int) -> Model:
     return Model(LlamaForCausalLM(LlamaConfig(**SIZES[size], **options, rope_parameters=rope)), tokens)
 
 
+def parallelize(block: nn.Module, mesh: DeviceMesh, library: str) -> None:
+    """Tensor and sequence parallelism of a block; each library gathers what its styles send."""
+    column, row, module = ColwiseParallel, RowwiseParallel, PrepareModuleInput
+    if library == "f8sub":
+        from f8sub import tensor_parallel as of_f8sub
+
+        column, row = of_f8sub.Float8ColwiseParallel, of_f8sub.Float8RowwiseParallel
+        module = of_f8sub.PrepareFloat8ModuleInput
+    elif library == "torchao":
+        from torchao.float8 import float8_tensor_parallel as of_torchao
+
+        column, row = of_torchao.Float8ColwiseParallel, of_torchao.Float8RowwiseParallel
+        module = of_torchao.PrepareFloat8ModuleInput
+    tokens, whole = Shard(1), Replicate()
+    named = {"input_kwarg_layouts": {"hidden_states": tokens}}
+    gathered = {"desired_input_kwarg_layouts": {"hidden_states": whole}}
+    inputs = {
+        "self_attn": {**named, **gathered, "fwd_config_submodule_fqn": "q_proj"},
+        "mlp": {
+            "input_layouts": tokens,
+            "desired_input_layouts": whole,
+            "fwd_config_submodule_fqn": "gate_proj",
+        },
+    }
+    if module is PrepareModuleInput:
+        for options in inputs.values():
+            del options["fwd_config_submodule_fqn"]
+    plan: dict[str, Any] = {name: module(**options) for name, options in inputs.items()}
+    plan |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+    plan |= {f"self_attn.{name}_proj": column() for name in "qkv"}
+    plan |= {f"mlp.{name}_proj": column() for name in ("gate", "up")}
+    plan |= {name: row(output_layouts=tokens) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    parallelize_module(block, mesh, plan)
+
+
 def prepared(
     arm: str, options: argparse.Namespace, device: torch.device
 ) -> tuple[nn.Module, Callable[[], None]]:
@@ -109,6 +153,18 @@ def prepared(
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: "head" not in fqn)
         scales = lambda: precompute_float8_dynamic_scale_for_fsdp(model)  # noqa: E731
+    mesh = init_device_mesh(
+        "cuda", (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("data", "tensor")
+    )
+    if options.tp > 1:
+        for block in model.layers:
+            parallelize(block, mesh["tensor"], library)
+        ends = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tensor"], ends)
     for index, block in enumerate(model.layers):
         if "ac" in extras:
             own = block.forward
@@ -116,7 +172,7 @@ def prepared(
         if options.compile:
             model.layers[index] = torch.compile(block, dynamic=False)
     for part in (model.embed, *model.layers, model.head, model):
-        fully_shard(part, mp_policy=POLICY)
+        fully_shard(part, mp_policy=POLICY, mesh=mesh["data"])
     if "gradients" in extras:
         f8sub.reduce_gradients_in_float8(model)
     return model, scales
@@ -139,7 +195,8 @@ class Arm:
 
         self.launched = f8sub.graph_step(forward_backward, self.model, self._optimizer, warmup=10**9)
         self.replayed = f8sub.graph_step(forward_backward, self.model, self._optimizer, warmup=3)
-        rng = torch.Generator(device=device).manual_seed(dist.get_rank())
+        # Ranks of one tensor-parallel group read the same tokens.
+        rng = torch.Generator(device=device).manual_seed(dist.get_rank() // options.tp)
         size = (8, options.tokens + 1)
         self._batches = torch.randint(1000, size, device=device, generator=rng)
         self._next = 0
@@ -219,6 +276,9 @@ def main() -> None:
     parser.add_argument("--model", choices=LAYERS, default="8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument(
+        "--tp", type=int, default=1, help="ranks that share each layer, by tokens between layers"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further arm after so many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

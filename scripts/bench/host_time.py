@@ -5,7 +5,7 @@ Each part starts when the GPU has nothing to do. Backward runs in the calling th
 Variants are measured one after the other, bf16 before and after all others: their distance is the noise.
 
     torchrun --nproc-per-node 2 scripts/bench/host_time.py --checkpoint selective --json host_time.json
-    python scripts/bench/host_time.py --only "f8sub tensorwise compiled" --profile 40
+    python scripts/bench/host_time.py --only "f8sub tensorwise compiled" --unsharded --profile 40
 
 Without a CUDA device the blocks are tiny and the figures those of the CPU's kernels.
 """
@@ -13,6 +13,7 @@ Without a CUDA device the blocks are tiny and the figures those of the CPU's ker
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 import io
 import os
 import pstats
@@ -41,6 +42,9 @@ class Timed:
     """A variant's model and the parts of its step."""
 
     def __init__(self, variant: variants.Variant, given: Any, device: torch.device) -> None:
+        if given.unsharded:
+            # As for a graph of a step: bf16 weights, and nothing of FSDP2. Here the step is launched.
+            variant = dataclasses.replace(variant, graphed=True)
         self.device, self.blocks, self.variant = device, given.blocks, variant
         size = "8b" if device.type == "cuda" else "tiny"
         self.batch = Batch.random(size, given.tokens, device)
@@ -116,6 +120,7 @@ def main() -> None:
     )
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--blocks", type=int, default=6)
+    options.add_argument("--unsharded", action="store_true", help="without FSDP2, weights in bf16")
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--checkpoint", choices=checkpoints.MODES, default="none")
     options.add_argument(
@@ -139,9 +144,8 @@ def main() -> None:
         for name, row in figures.items():
             for part, text in row.get("profile", {}).items():
                 print(f"{name}, {part}: microseconds a block\n{text}\n")
-        title = (
-            f"Host time, {given.blocks} blocks, {ranks.world_size()} ranks, checkpointing {given.checkpoint}"
-        )
+        sharded = "unsharded" if given.unsharded else f"{ranks.world_size()} ranks"
+        title = f"Host time, {given.blocks} blocks, {sharded}, checkpointing {given.checkpoint}"
         finish(given, figures, Table.of(title, figures.items(), COLUMNS))
 
 

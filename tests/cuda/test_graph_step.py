@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -127,6 +128,13 @@ def sharded_model(rank: int, world: int, recipe: str | None, kind: str) -> nn.Mo
             block.forward = functools.partial(
                 checkpoint, own, use_reentrant=False, preserve_rng_state=preserves
             )
+    if kind == "tensor-parallel":
+        styles = {name: ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+        styles |= {name: RowwiseParallel() for name in ("o", "down")}
+        tensor_mesh = init_device_mesh("cuda", (1, world), mesh_dim_names=("shard", "parts"))
+        for block in model.blocks:
+            parallelize_module(block, tensor_mesh["parts"], styles)
+        return shard(model, BF16, mesh=tensor_mesh["shard"])
     if kind == "ddp":
         with torch.cuda.stream(torch.cuda.Stream()):
             return DistributedDataParallel(model, device_ids=[rank])
@@ -143,7 +151,8 @@ def sharded(rank: int, world: int, recipe: str | None, kind: str) -> None:
     steps, micro_batches = STEPS + 8 if kind == "ddp" else STEPS, 2 if kind == "micro-batches" else 1
 
     def run(model: nn.Module, launched: bool) -> Run:
-        return Run(model, launched, rank, function=function_of(model, micro_batches)).go(steps)
+        of_rank = 0 if kind == "tensor-parallel" else rank
+        return Run(model, launched, of_rank, function=function_of(model, micro_batches)).go(steps)
 
     launched = run(sharded_model(rank, world, recipe, kind), True)
     weights, model = launched.weights, launched.restore()
@@ -162,6 +171,7 @@ KINDS = (
         "micro-batches",
         "hsdp",
         "ddp",
+        "tensor-parallel",
     ),
 )
 

@@ -23,7 +23,7 @@ from f8sub.kernels.grouped.operands import (
 )
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.kernels.triton import support
+from f8sub.kernels.triton import prepared, support
 from f8sub.kernels.triton.support import (
     ALIGNMENT,
     EDGE,
@@ -57,8 +57,8 @@ def quantize(
     """
     if prior is None and not any_layout:
         names = None if rowwise is None else rowwise.name, None if columnwise is None else columnwise.name
-        if (tensors := quantize_again(x, amax, *names)) is not None:
-            return _quantized(tensors, rowwise, columnwise)
+        if (again := quantize_again(x, amax, *names)) is not None:
+            return _quantized(again, rowwise, columnwise)
     formats = [format for format in (rowwise, columnwise) if format is not None]
     is_current = prior is None and amax is None
     in_bands = (
@@ -118,12 +118,7 @@ def quantize_again(
 
     Nothing else is asked: what was prepared for a tensor of this kind holds for the next one. Formats go by name.
     """
-    if not support.takes(x):
-        return None
-    from f8sub.kernels.triton import launch
-
-    with support.device_of(x):
-        return launch.run_prepared((rowwise, columnwise), (x, amax))
+    return prepared.run((rowwise, columnwise), (x, amax)) if support.takes(x) else None
 
 
 def derive_again(
@@ -132,10 +127,7 @@ def derive_again(
     """Data and scales of the columnwise operand, by launches that ``derive_columnwise`` prepared, or None."""
     if not support.takes(codes):
         return None
-    from f8sub.kernels.triton import launch
-
-    with support.device_of(codes):
-        return launch.run_prepared(("derived", rowwise, columnwise), (codes, scale_inv))
+    return prepared.run(("derived", rowwise, columnwise), (codes, scale_inv))
 
 
 def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
@@ -157,7 +149,7 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     codes = rowwise.data
     kind = "derived", rowwise.format.name, columnwise.name
     if (again := derive_again(codes, rowwise.scale_inv, *kind[1:])) is not None:
-        return Operand(*again, columnwise)
+        return Operand(again[0], again[1], columnwise)
     if not support.takes(codes) or why_no_kernel(columnwise):
         return reference.derive_columnwise(rowwise, columnwise)
     tiles = rowwise.format.tile, columnwise.tile

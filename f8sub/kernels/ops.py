@@ -10,6 +10,7 @@ scales has a dimension that counts blocks, ceil(M / 128), and torch compiles onc
 changes from 1 to another. The flat size, K * ceil(M / 128), changes so only where all of K is in one block.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -76,14 +77,16 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
 
 def _flat(made: list[torch.Tensor], *formats: str | None) -> list[torch.Tensor]:
     """Results of kernels as an operator's: each has memory of its own already, and scales of blocks become flat."""
-    found: list[torch.Tensor] = []
-    tensors = iter(made)
-    for name in formats:
-        if name is not None:
-            format = Float8Format.parse(name)
-            data, scale_inv = next(tensors), next(tensors)
-            found += data, flat(Operand(data, scale_inv, format)) if _has_blocks(format) else scale_inv
-    return found
+    for index, format in enumerate(_formats(formats)):
+        if _has_blocks(format):
+            data, scale_inv = made[2 * index : 2 * index + 2]
+            made[2 * index + 1] = flat(Operand(data, scale_inv, format))
+    return made
+
+
+@functools.cache
+def _formats(names: tuple[str | None, ...]) -> tuple[Float8Format, ...]:
+    return tuple(Float8Format.parse(name) for name in names if name is not None)
 
 
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:
@@ -120,7 +123,10 @@ def _fake_quantized(
 def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if scale_inv.dim() == 2 and (again := cuda.derive_again(data, scale_inv, rowwise, columnwise)) is not None:
+    if (
+        scale_inv.dim() == 2
+        and (again := cuda.derive_again(data, scale_inv, rowwise, columnwise)) is not None
+    ):
         codes, scale = _flat(again, columnwise)
         return codes, scale
     operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))

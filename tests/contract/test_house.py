@@ -21,7 +21,7 @@ AGAINST_IT = {
     ("experts.converter", "estimator.experts"),
 }
 """Imports that still run against the order. No other may."""
-MOST_IMPORTS_ACROSS_ROOMS = 589
+MOST_IMPORTS_ACROSS_ROOMS = 590
 MOST_PAIRS_OF_ROOMS = 75
 ASSIGNED_FROM_ELSEWHERE = {
     "convert.class_swap.extensions",

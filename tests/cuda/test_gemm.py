@@ -7,7 +7,7 @@ import f8sub
 from f8sub import GemmSpec, Operand
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.gemm import blockwise, scaled_mm, select
-from f8sub.kernels.triton import launch
+from f8sub.kernels.triton import launch, prepared
 from tests.budgets import excess
 from tests.data_sets import generator, on_each_dtype, row_outliers
 from tests.kernels.products import (
@@ -100,7 +100,7 @@ def test_our_kernels_make_many_tiles_one_after_the_other(our_pair):
 
 def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
     """Of the third and fourth call; launches that are worked out anew make the same bits."""
-    monkeypatch.setattr(launch, "_launch_cache", {})
+    monkeypatch.setattr(prepared, "cache", {})
     monkeypatch.setattr(launch, "_seen_once", set())
     for lines in ((512, 384), (16, 384)):
         for seed in range(4):
@@ -109,10 +109,10 @@ def test_launches_that_are_kept_multiply_other_operands(our_pair, monkeypatch):
             a, b = (cuda.quantize(x, f, None)[0] for x, f in zip(drawn, our_pair, strict=True))
             found = blockwise.gemm_nt(a, b, torch.float32, False)
             with monkeypatch.context() as anew:
-                anew.setattr(launch, "_launch_cache", {})
+                anew.setattr(prepared, "cache", {})
                 assert torch.equal(found, blockwise.gemm_nt(a, b, torch.float32, False))
     # Scales of other tiles are copied for the product, whose launches are not kept then.
-    assert None not in launch._launch_cache.values() or not {*our_pair} <= {VECTOR, BLOCK}
+    assert None not in prepared.cache.values() or not {*our_pair} <= {VECTOR, BLOCK}
 
 
 @pytest.mark.parametrize("depth", [100, 512, 513, 656, 896])

@@ -7,7 +7,7 @@ from f8sub import ALL, Operand, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from f8sub.kernels.grouped import gemm
-from f8sub.kernels.triton import launch
+from f8sub.kernels.triton import launch, prepared
 from tests.budgets import excess
 from tests.kernels.grouped import GROUPS, PAIRS, TAIL, ByRows, OverRows, rows_of
 
@@ -203,7 +203,7 @@ def by_column(a: Operand) -> Operand:
 )
 def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch):
     """Of the third and fourth call; launches that are worked out anew make the same bits."""
-    monkeypatch.setattr(launch, "_launch_cache", {})
+    monkeypatch.setattr(prepared, "cache", {})
     monkeypatch.setattr(launch, "_seen_once", set())
     product = gemm.triton_by_rows if kind is ByRows else gemm.triton_over_rows
     for seed in range(4):
@@ -214,10 +214,10 @@ def test_launches_that_are_kept_multiply_other_operands(pair, kind, monkeypatch)
             codes ^= 0x80 * torch.randint(0, 2, codes.shape, generator=rng, device="cuda").to(torch.uint8)
         found = product(a, b, rows, torch.float32, False)
         with monkeypatch.context() as anew:
-            anew.setattr(launch, "_launch_cache", {})
+            anew.setattr(prepared, "cache", {})
             assert torch.equal(found, product(a, b, rows, torch.float32, False))
-    assert launch._launch_cache
-    assert None not in launch._launch_cache.values()
+    assert prepared.cache
+    assert None not in prepared.cache.values()
 
 
 def test_nothing_waits_and_a_graph_replays_other_groups():

@@ -34,17 +34,17 @@ of_one_scale = pytest.mark.parametrize("name", ["tensorwise", "tensorwise-e5m2"]
 @pytest.fixture
 def runs(monkeypatch) -> list[str]:
     """Names of the kernels that were launched, and of launches that were known "prepared"."""
-    from f8sub.kernels.triton import launch
+    from f8sub.kernels.triton import launch, prepared
 
     found: list[str] = []
-    run, again = launch.Launch.run, launch._PreparedLaunches.run
+    run, again = launch.Launch.run, prepared.PreparedLaunches.run
 
-    def counted_again(self, given: object) -> object:
+    def counted_again(self, *given: object) -> object:
         found.append("prepared")
-        return again(self, given)
+        return again(self, *given)
 
-    monkeypatch.setattr(launch._PreparedLaunches, "run", counted_again)
-    monkeypatch.setattr(launch, "_launch_cache", {})
+    monkeypatch.setattr(prepared.PreparedLaunches, "run", counted_again)
+    monkeypatch.setattr(prepared, "cache", {})
 
     def counted(self: launch.Launch) -> None:
         found.append(self.kernel.fn.__name__)

@@ -227,6 +227,7 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
     They have results of their own, of one layout, and scratch memory that is zero.
     """
     from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import prepared
 
     found, known, results = [], [], []
     worked_out, launch, kept = [], launcher.Launch.run, set()
@@ -236,11 +237,11 @@ def over_other_tensors(draw: Callable[[], dict[str, torch.Tensor]], call: Callab
         results.clear()
         with (
             mock.patch.object(launcher, "run", returning(launcher.run, results)),
-            mock.patch.object(launcher, "run_prepared", returning(launcher.run_prepared, results)),
+            mock.patch.object(prepared, "run", returning(prepared.run, results)),
             mock.patch.object(launcher.Launch, "run", lambda self: worked_out.append(self) or launch(self)),
         ):
             call(**given)
-        known.append((len(launcher._launch_cache), len(worked_out)))
+        known.append((len(prepared.cache), len(worked_out)))
         kept.update(map(weakref.ref, given.values()))
         made = [tensor for result in results if result is not None for tensor in result]
         assert len({tensor.data_ptr() for tensor in made}) == len(made)
@@ -389,7 +390,7 @@ def odd(a: Operand) -> Operand:
 def copied(codes: bool) -> None:
     """Codes that begin where nothing is loaded from, or scales that lie row by row, which products copy."""
     from f8sub.kernels.gemm import blockwise
-    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import prepared
     from tests.kernels.products import operands
 
     interpreted.take_any_device()
@@ -407,7 +408,7 @@ def copied(codes: bool) -> None:
         assert b_codes is b.data
         assert torch.equal(a_scale, a.scale_inv.t())
         assert torch.equal(b_scale, b.scale_inv.t())
-    assert list(launcher._launch_cache.values()) == [None]
+    assert list(prepared.cache.values()) == [None]
 
 
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "scales"])
@@ -418,19 +419,19 @@ def test_products_of_copies_are_worked_out_each_time(fresh_process, codes):
 def crowded() -> None:
     """Three kinds that come again and again, between kinds that come once."""
     from f8sub.kernels import cuda
-    from f8sub.kernels.triton import launch as launcher
+    from f8sub.kernels.triton import launch, prepared
 
     interpreted.take_any_device()
-    launcher.MOST = 3
+    prepared.MOST = 3
     again = [torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (128, 256, 384)]
     for x in (*again, *again):
         cuda.quantize(x, VECTORS, None)
-    kept = dict(launcher._launch_cache)
+    kept = dict(prepared.cache)
     assert len(kept) == 3
     for rows in range(16, 160, 16):
         cuda.quantize(torch.zeros(rows, 256, dtype=torch.bfloat16), VECTORS, None)
-        assert len(launcher._seen_once) <= launcher.MOST
-    assert launcher._launch_cache == kept
+        assert len(launch._seen_once) <= prepared.MOST
+    assert prepared.cache == kept
 
 
 def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):

@@ -137,14 +137,14 @@ def test_amaxes_of_some_groups_are_found_while_others_are_cast(name, kind, devic
 
     from f8sub.kernels import cuda
     from f8sub.kernels.grouped import operands
-    from f8sub.kernels.triton import launch, quantize_grouped_launch
+    from f8sub.kernels.triton import prepared, quantize_grouped_launch
 
     format, groups = GROUP_FORMATS[name], groups_of(COUNTS[kind])
     for ahead in (1, 3 * 128 * 256 * 2, 2**30):
         with (
             mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
             mock.patch.multiple(quantize_grouped_launch, LEAST_BYTES=0, AHEAD_BYTES=ahead),
-            mock.patch.dict(launch._launch_cache, clear=True),
+            mock.patch.dict(prepared.cache, clear=True),
             launched() as names,
         ):
             for usages in ("both", "column"):
@@ -210,12 +210,12 @@ def test_who_casts_waits_only_for_turns_before_its_own(ahead, device):
 def test_matrices_without_tiles_of_pairs_take_two_launches(dtype, cols, device):
     from unittest import mock
 
-    from f8sub.kernels.triton import launch, quantize_grouped_launch
+    from f8sub.kernels.triton import prepared, quantize_grouped_launch
 
     groups = groups_of(COUNTS["ragged"])
     with (
         mock.patch.object(quantize_grouped_launch, "LEAST_BYTES", 0),
-        mock.patch.dict(launch._launch_cache, clear=True),
+        mock.patch.dict(prepared.cache, clear=True),
         launched() as names,
     ):
         x = spoiled(make("lognormal", (groups.rows, cols), 5, dtype), groups)

@@ -3,9 +3,7 @@
 Triton binds, types and hashes every argument at every launch, which is most of what a launch costs the host
 (scripts/bench/launches.py). So what it compiled for arguments of some kind is kept here and launched by itself.
 
-Which kernels run over a matrix follows from its shape, dtype and formats. Working that out keeps the host longer than
-the launches do, so launches over tensors of one kind are kept from the second call on: a call then makes room for
-results, and launches.
+``run`` prepares launches over tensors of one kind when they come for the second time, see ``prepared``.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from f8sub.kernels.triton import prepared
 from f8sub.kernels.triton.support import ALIGNMENT
 from f8sub.kernels.triton.triton_compat import INTERPRETED, PINNED, CompiledKernel, driver
 
@@ -117,83 +116,8 @@ class Launches(NamedTuple):
     scratch: Sequence[torch.Tensor]
 
 
-class _Argument(NamedTuple):
-    """A tensor among a launch's arguments: which of a call's, from which byte on; a descriptor without its tensor."""
-
-    place: int
-    number: int
-    offset: int
-    descriptor: Any
-
-
-class _PreparedLaunches:
-    """Holds compiled kernels, and which of a call's tensors is which of their arguments."""
-
-    def __init__(self, made: Launches, runners: list[tuple[Any, list[Any], list[_Argument]]]) -> None:
-        self.device = made.results[0].device
-        self.index = self.device.index or 0
-        self.results = [(t.shape, t.stride(), t.dtype) for t in made.results]
-        self.scratch = [(t.shape, t.dtype) for t in made.scratch]
-        self.runners = runners
-
-    @classmethod
-    def of(cls, made: Launches, given: Sequence[torch.Tensor | None]) -> "_PreparedLaunches | None":
-        """Prepare launches for calls like this one; None where one reads a tensor that ``make`` derived, as a copy."""
-        tensors = [*given, *made.results, *made.scratch]
-        runners = []
-        for launch in made.launches:
-            values: list[Any] = [launch.arguments[name] for name in launch.kernel.arg_names]
-            arguments = []
-            for place, value in enumerate(values):
-                descriptor = value if hasattr(value, "block_shape") else None
-                tensor = value if descriptor is None else value.base
-                if isinstance(tensor, torch.Tensor):
-                    found = _found(tensor, tensors)
-                    if found is None or (descriptor is not None and found[1:] != (0, tensor.dtype)):
-                        return None
-                    kept = None if descriptor is None else _of_another(descriptor, None)
-                    arguments.append(_Argument(place, *found[:2], kept))
-                    # No tensor of this call is kept: each call hands in its own.
-                    values[place] = None
-            if launch.compiled is None:
-                raise RuntimeError(f"{launch.kernel} was not compiled")
-            runners.append((launch.compiled[launch.programs, 1, 1], values, arguments))
-        return cls(made, runners)
-
-    def run(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        device = self.device
-        results = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype in self.results
-        ]
-        scratch = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in self.scratch]
-        tensors = [*given, *results, *scratch]
-        # Numbers, not tensors: of each tensor Triton asks the driver whether a GPU may read it.
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        stream = driver.active.get_current_stream(self.index)
-        for runner, values, arguments in self.runners:
-            # Several threads may run it at once, such as autograd's.
-            handed = values.copy()
-            for place, number, offset, descriptor in arguments:
-                if descriptor is None:
-                    handed[place] = addresses[number] + offset
-                else:
-                    handed[place] = _of_another(descriptor, tensors[number])
-            runner(*handed, stream=stream)
-        return results
-
-
-_launch_cache: dict[Hashable, _PreparedLaunches | None] = {}
-"""By kind, from the second call on; None where launches read copies, and so are worked out each time."""
-
 _seen_once: set[int] = set()
 """Hashes of kinds that came once: tokens of experts may come in another number each time, and are not worth more."""
-
-
-def run_prepared(kind: Hashable, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """``run`` of a kind that is prepared; None where it is not."""
-    found = _launch_cache.get(_key(kind, given))
-    return None if found is None else found.run(given)
 
 
 def run(
@@ -207,50 +131,48 @@ def run(
         make: works out the launches, where this kind was not seen before. Their arguments are ``given``, results,
             scratch memory, and parts of flat ones.
     """
-    key = _key(kind, given)
-    found = _launch_cache.get(key, key)  # None is an entry, too
-    if isinstance(found, _PreparedLaunches):
-        return found.run(given)
+    key, addresses = prepared.key_of(kind, given)
+    found = prepared.cache.get(key, key)  # None is an entry, too
+    if isinstance(found, prepared.PreparedLaunches):
+        return found.run(given, addresses)
     made = make()
     for launch in made.launches:
         launch.run()
     if found is None:
         return made.results
     if (seen := hash(key)) not in _seen_once:
-        if len(_seen_once) >= MOST:
+        if len(_seen_once) >= prepared.MOST:
             _seen_once.clear()
         _seen_once.add(seen)
     # The interpreter compiles nothing.
     elif all(launch.compiled is not None for launch in made.launches):
-        if len(_launch_cache) >= MOST:
-            _launch_cache.clear()
-        _launch_cache[key] = _PreparedLaunches.of(made, given)
+        prepared.keep(key, _prepare(made, given))
     return made.results
 
 
-def _key(kind: Hashable, given: Sequence[torch.Tensor | None]) -> Hashable:
-    """Whatever the launches of a call follow from; of addresses only their alignment, and which are the same one."""
-    key: list[Hashable] = [kind]
-    addresses: list[int | None] = []
-    for tensor in given:
-        if tensor is None:
-            key.append(None)
-            addresses.append(None)
-            continue
-        address = tensor.data_ptr()
-        key += tensor.shape, tensor.stride(), tensor.dtype, address % ALIGNMENT, tensor.get_device()
-        # One argument stands for a tensor that is given twice.
-        key.append(addresses.index(address) if address in addresses else -1)
-        addresses.append(address)
-    return tuple(key)
-
-
-def _of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:
-    """Return a descriptor of a tensor that lies as its own does, without its class's checks at each launch."""
-    made = object.__new__(type(descriptor))
-    made.__dict__.update(descriptor.__dict__)
-    made.base = tensor
-    return made
+def _prepare(made: Launches, given: Sequence[torch.Tensor | None]) -> prepared.PreparedLaunches | None:
+    """Prepare launches for calls like this one; None where one reads a tensor that ``make`` derived, as a copy."""
+    tensors = [*given, *made.results, *made.scratch]
+    runners = []
+    for launch in made.launches:
+        values: list[Any] = [launch.arguments[name] for name in launch.kernel.arg_names]
+        arguments = []
+        for place, value in enumerate(values):
+            descriptor = value if hasattr(value, "block_shape") else None
+            tensor = value if descriptor is None else value.base
+            if isinstance(tensor, torch.Tensor):
+                found = _found(tensor, tensors)
+                if found is None or (descriptor is not None and found[1:] != (0, tensor.dtype)):
+                    return None
+                kept = None if descriptor is None else prepared.of_another(descriptor, None)
+                arguments.append(prepared.Argument(place, *found[:2], kept))
+                # No tensor of this call is kept: each call hands in its own.
+                values[place] = None
+        if launch.compiled is None:
+            raise RuntimeError(f"{launch.kernel} was not compiled")
+        runners.append((launch.compiled[launch.programs, 1, 1], values, arguments))
+    asked = prepared.Driver(driver.active.get_current_device, driver.active.get_current_stream)
+    return prepared.PreparedLaunches(made.results, made.scratch, runners, asked)
 
 
 def _found(

@@ -245,7 +245,32 @@ class Arm:
         for _ in range(ROUNDS - 1):
             for how, step in (("launched", self.launched), ("replayed", self.replayed)):
                 found[how].append(self.steps(step, count))
-        return [{"how": how, **summary(found[how]), "gib": memory[how] / 2**30, "s": took} for how in found]
+        arms = {"launched": self.launched, "replayed": self.replayed}
+        return [
+            {
+                "how": how,
+                **summary(found[how]),
+                "over_busy": self.over_busy(step),
+                "gib": memory[how] / 2**30,
+                "s": took,
+            }
+            for how, step in arms.items()
+        ]
+
+    def over_busy(self, step: Any, count: int = 4) -> float:
+        """How long steps take over the time in which a kernel or a copy of theirs runs, communication too."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self.steps(step, count)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profiler.events() or ()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        busy, until = 0.0, spans[0][0]
+        for start, end in spans:
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return float((until - spans[0][0]) / busy)
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:

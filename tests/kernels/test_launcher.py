@@ -461,7 +461,7 @@ def test_a_matrix_times_itself_is_another_kind(fresh_process):
 
 
 @pytest.mark.parametrize(
-    "recipe", long_but(["tensorwise"], ["tensorwise", "rowwise", "blockwise", "gridquant"])
+    "recipe", long_but(["tensorwise", "rowwise"], ["tensorwise", "rowwise", "blockwise", "gridquant"])
 )
 def test_what_was_worked_out_launches_the_same_over_other_tensors(fresh_process, recipe):
     fresh_process(prepared, recipe)

@@ -57,7 +57,8 @@ This page lists every public name of f8sub with its signature, its docstring and
 option, a shape, a dtype or an error; the other pages say when to use what.
 
 It is generated from the code: `{COMMAND}` writes it, and a test says when it is
-out of date. The examples are in [`scripts/tables/api_examples.py`](../scripts/tables/api_examples.py)."""
+out of date. The examples are in [`scripts/tables/api_examples.py`](../scripts/tables/api_examples.py). Those that shard
+run in a job of two ranks whose process group exists."""
 
 NOTES = {"f8sub.titan": "The options are explained on the page [torchtitan](torchtitan.md#options)."}
 """What the page says of a module below its docstring."""
@@ -199,7 +200,7 @@ IMPORTS = {"torch": "import torch", "nn": "from torch import nn", "f8sub": "impo
 
 
 class Example:
-    """A function of ``api_examples.py``: its text, and the words behind ``python``, which are its docstring."""
+    """A function of ``api_examples.py``: its text, and the words of the comment above it, which are its docstring."""
 
     def __init__(self, function: FunctionType) -> None:
         source = inspect.getsource(function)
@@ -219,7 +220,8 @@ class Example:
 
     def markdown(self) -> str:
         """The block of the page."""
-        return f"```{f'python {self.words}'.strip()}\n{self.text}\n```"
+        above = f"<!-- run: {self.words} -->\n" if self.words else ""
+        return f"{above}```python\n{self.text}\n```"
 
 
 def _in_groups(imports: set[str]) -> Iterator[str]:

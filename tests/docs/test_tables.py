@@ -38,17 +38,25 @@ def test_every_script_that_writes_a_table_has_its_markers():
     assert len(written) > 5
 
 
-def test_the_table_of_whole_runs_is_that_of_the_figures():
-    data = whole_run.read()
-    _, _, rest = (ROOT / "README.md").read_text().partition("<!-- begin whole_run -->\n")
-    assert rest.partition("\n<!-- end whole_run -->")[0] == whole_run.markdown(data)
+def test_the_tables_of_whole_runs_are_those_of_the_figures():
+    for marker, text in whole_run.markdown(whole_run.read()).items():
+        assert TABLES[marker] == f"{text}\n"
 
 
 def test_every_ratio_is_of_the_same_setting():
     data = whole_run.read()
-    assert whole_run.over_bf16(data, "bf16", "no checkpointing") == 1
-    assert whole_run.over_bf16(data, "f8sub tensorwise", "no checkpointing") is None
-    assert whole_run.over_bf16(data, "f8sub tensorwise, gradients", "no checkpointing") == 12803 / 9430
+    assert whole_run.over(data, "bf16", "no checkpointing") == 1
+    assert whole_run.over(data, "f8sub tensorwise", "no checkpointing") is None
+    assert whole_run.over(data, "f8sub tensorwise, gradients", "no checkpointing") == 12803 / 9430
+    assert whole_run.over(data, "f8sub tensorwise", "selective checkpointing", whole_run.PEER) == 11615 / 11055
+
+
+def test_the_readmes_table_has_the_default_first_and_no_options():
+    """An option that changes numbers is in no row of the table that a reader sees first, and no cell is empty."""
+    table = whole_run.default_table(whole_run.read())
+    assert table.rows[0][0] == "**f8sub tensorwise** (default)"
+    assert not [cell for row in table.rows for cell in row if "," in row[0] or cell == "-"]
+    assert len(whole_run.options_table(whole_run.read()).rows) == 5
 
 
 def test_pictures_are_drawn(tmp_path):

@@ -2,7 +2,7 @@
 # Lint of everything, and types of the library and the recipes: ruff and mypy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-./scripts/setup_env.sh train,torchao,torchtitan,trainers,dev
+./scripts/setup_env.sh train,torchao,torchtitan,trainers,docs,release,dev
 
 bin=$PWD/.venv/bin
 "$bin/ruff" check

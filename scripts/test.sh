@@ -31,7 +31,7 @@ if [ -n "$quick" ]; then
     ./scripts/setup_env.sh dev
     exec $python -m pytest -q tests/test_this_machine.py "${arguments[@]}"
 fi
-./scripts/setup_env.sh train,torchao,torchtitan,trainers,dev
+./scripts/setup_env.sh train,torchao,torchtitan,trainers,docs,release,dev
 if [ ${#arguments[@]} -gt 0 ]; then
     exec $python -m pytest -q "${selection[@]}" "${arguments[@]}"
 fi

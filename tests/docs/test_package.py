@@ -1,5 +1,6 @@
-"""What is installed: the wheel's contents, and an f8sub that runs from it."""
+"""What is installed: wheel and sdist, their metadata, and an f8sub that runs from the wheel."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -39,10 +40,31 @@ def test_nothing_needs_numpy():
     assert not users
 
 
-def test_the_readme_names_every_extra():
+def test_the_support_matrix_names_every_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    readme = (ROOT / "README.md").read_text()
-    assert not [extra for extra in extras if f"| `{extra}` |" not in readme]
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert not [extra for extra in extras if f"| `{extra}` |" not in page]
+
+
+def test_the_citation_has_the_version():
+    found = dict(re.findall(r"^([\w-]+): (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert found["version"] == f8sub.__version__
+    assert found["license"] == "BSD-3-Clause"
+
+
+def test_the_module_prints_its_version():
+    done = subprocess.run([sys.executable, "-m", "f8sub", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith(f"f8sub {f8sub.__version__}, torch ")
+
+
+@pytest.mark.long
+def test_wheel_and_sdist_pass_twine(tmp_path):
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True)
+    files = sorted(map(str, tmp_path.iterdir()))
+    assert [Path(file).suffix for file in files] == [".whl", ".gz"]
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
 
 
 @pytest.mark.long

@@ -149,7 +149,7 @@ def table(arguments: argparse.Namespace, found: dict[str, dict[str, Any]], where
     rows = [(arm, {**of, "over_bf16": bf16 and of["tokens_per_second"] / bf16}) for arm, of in found.items()]
     title = (
         f"torchtitan {version_of('torchtitan')}, {arguments.gpus} x {where}: {arguments.flavor}, "
-        f"{arguments.sequences} x {arguments.tokens} tokens a GPU"
+        f"{arguments.sequences} x {arguments.tokens} tokens per GPU"
     )
     columns = (
         ("tokens/s and GPU", "{tokens_per_second:,.0f} ({slowest:,.0f} to {fastest:,.0f})"),

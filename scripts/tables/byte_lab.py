@@ -175,7 +175,7 @@ def missed(case: Case, found: Generated) -> Iterator[str]:
 
 
 def table(found: dict[Case, Generated]) -> Table:
-    columns = ("", "launches", "MB moved", "bytes an element", "MB saved for backward")
+    columns = ("", "launches", "MB moved", "bytes per element", "MB saved for backward")
     rows = [
         (
             str(case),

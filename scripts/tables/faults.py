@@ -59,7 +59,7 @@ one rank alone calls or forgets `precompute_scales`, or writes to its shard: no 
     tests/weights/ranks/test_wire.py::test_a_rank_that_forgets_precompute_scales_leaves_nobody_waiting
     tests/weights/ranks/test_wire.py::test_a_weight_that_one_rank_changed_is_reported_and_leaves_nobody_waiting
     tests/faults/ranks/test_alone.py::test_in_the_middle_of_a_run
-all ranks forget it; weights loaded, swapped, written to: the next forward uses what the weights are, on all ranks alike
+all ranks forget it; weights loaded, swapped, written to: the next forward uses what the weights are, on all ranks
     tests/weights/ranks/test_wire.py::test_all_reduces_with_and_without_precompute_scales
     tests/contract/ranks/test_weights.py::test_sharded
 deepcopy, pickle, flatten: nothing is lost; a copy changes on its own

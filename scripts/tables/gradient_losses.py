@@ -112,7 +112,7 @@ def control(gradients: Gradients) -> list[Tensor]:
     return in_order([[rounded(gradient) for gradient in of_rank] for of_rank in gradients])
 
 
-CONTROL = "int4, one scale a tensor (control)"
+CONTROL = "int4, one scale per tensor (control)"
 ARMS: dict[str, Callable[[Gradients], list[Tensor]]] = {
     "float32": in_order,
     "float32, other order": lambda gradients: in_order(gradients[::-1]),

@@ -51,7 +51,7 @@ UNLIMITED = "unlimited"
 COLUMNS = (
     "hosts, link",
     "weights gathered as",
-    "amax all-reduces a step",
+    "amax all-reduces per step",
     "bytes sent, all-gather",
     "bytes sent, step",
     "time, all-gather",

@@ -1,6 +1,6 @@
 """What keeping x in each way costs where attention saved it already: a Llama's attention, its last layer's x.
 
-In eager code: bytes an element of that x which the graph holds beside what it holds for attention, run on the CPU at
+In eager code: bytes per element of that x which the graph holds beside what it holds for attention, run on the CPU at
 a small size. Compiled: what is saved for backward and what the kernels around the GEMMs move, of the code that
 Inductor generates for an H200 (see byte_lab.py), 8192 tokens, 4096 wide, weights gathered in float8. No GPU needed.
 "auto" is high_precision in eager code and float8 compiled.
@@ -31,7 +31,7 @@ SMALL = 64
 
 COLUMNS = {
     "recipe, keep_x of the last layer": "{recipe}, {keep_x}",
-    "eager: bytes an element": "{eager:.2f}",
+    "eager: bytes per element": "{eager:.2f}",
     "compiled: MB saved": "{saved/1e6:,.0f}",
     "MB moved": "{moved/1e6:,.0f}",
 }

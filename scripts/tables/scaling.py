@@ -74,7 +74,7 @@ def speeds() -> Table:
                 rows.append(
                     [name, f"{tokens / first.replayed_seconds / found.clusters[0].parts:,.0f}", *ratios]
                 )
-    columns = ["model, tokens of a rank", "bf16, tokens/s a GPU", *HEADERS]
+    columns = ["model, tokens of a rank", "bf16, tokens/s per GPU", *HEADERS]
     return Table("Tokens/s over bf16 with float32 reductions, predicted", columns, rows)
 
 

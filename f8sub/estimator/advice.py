@@ -23,6 +23,7 @@ from f8sub.estimator.seconds import (
 )
 from f8sub.estimator.shapes import Product, Shapes
 from f8sub.formats import ALL
+from f8sub.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from f8sub.estimator.results import Policy, Prediction
@@ -52,16 +53,24 @@ def fits(bytes_of: Memory, gpu: Gpu) -> bool:
 
 
 def recommended(recipes: Sequence[Recipe], predictions: Sequence[Prediction]) -> Recipe | None:
-    """Choose the most precise of the native recipes that are nearly as fast as the fastest; None if none is native.
+    """Choose the default recipe where it is native and nearly as fast as the fastest, else the most precise that is.
 
     Speeds are those of replayed steps: where the host is the limit, all recipes are launched as slowly.
+
+    Args:
+        recipes: the recipes to choose from.
+        predictions: of each recipe on the GPU.
+
+    Returns:
+        The recipe; None if none is native.
     """
     steps = {each.recipe: each.replayed for each in predictions if each.native}
     if not steps:
         return None
     # Differences below ``NEAR`` are smaller than the errors of an estimate.
     near = [recipe for recipe in recipes if steps.get(recipe.name, 0) >= max(steps.values()) * (1 - NEAR)]
-    return max(near, key=lambda recipe: (*_precision(recipe), steps[recipe.name]))
+    default = (recipe for recipe in near if recipe.name == DEFAULT)
+    return next(default, None) or max(near, key=lambda recipe: (*_precision(recipe), steps[recipe.name]))
 
 
 def _precision(recipe: Recipe) -> tuple[bool, int, int]:
@@ -76,6 +85,7 @@ def _precision(recipe: Recipe) -> tuple[bool, int, int]:
 def advice(
     shapes: Shapes,
     recipe: Recipe | None,
+    recipes: Sequence[Recipe],
     cluster: Cluster,
     run: Run,
     predictions: Sequence[Prediction],
@@ -86,6 +96,7 @@ def advice(
     Args:
         shapes: the model.
         recipe: the recommended one.
+        recipes: those that were predicted.
         cluster: what they are about.
         run: how the model is trained.
         predictions: of that GPU.
@@ -110,7 +121,7 @@ def advice(
         experts = ", experts=True" if any(p.experts and p.reason is None for p in shapes.products) else ""
         call = f'f8sub.convert_to_float8(model, recipe="{recipe.name}"{experts})'
         replay = " and f8sub.graph_step" if best.host_binds else ""
-        yield f"{call}{replay}: {_why(best, predictions)}."
+        yield f"{call}{replay}: {_why(best, recipes, predictions)}."
     if best.host_binds:
         yield (
             f"Launched from Python a step is {best.step:.2f} times as fast as in bf16: the host needs "
@@ -178,13 +189,15 @@ def _in_float8(shapes: Shapes, names: set[str], reason: str | None) -> Shapes:
     return replace(shapes, products=tuple(products))
 
 
-def _why(best: Prediction, predictions: Sequence[Prediction]) -> str:
-    native = [each for each in predictions if each.native and each.recipe != best.recipe]
-    faster = max(native, key=lambda each: each.replayed, default=None)
+def _why(best: Prediction, recipes: Sequence[Recipe], predictions: Sequence[Prediction]) -> str:
+    """Return the recommended recipe's speed, and the fastest recipe that is more precise, if there is one."""
     speed = f"a {'replayed ' if best.host_binds else ''}step {best.replayed:.2f} times as fast as in bf16"
-    if faster is None or faster.replayed <= best.replayed:
-        return f"{speed}, the fastest here"
-    return f"{speed}; {faster.recipe} is less precise and {faster.replayed:.2f} times as fast"
+    precision = {recipe.name: _precision(recipe) for recipe in recipes}
+    finer = [each for each in predictions if each.native and precision[each.recipe] > precision[best.recipe]]
+    if not finer:
+        return speed
+    other = max(finer, key=lambda each: each.replayed)
+    return f"{speed}; {other.recipe} is more precise and {other.replayed:.2f} times as fast"
 
 
 def _share(shapes: Shapes, cluster: Cluster, run: Run) -> float:

@@ -100,7 +100,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     adapters = adapters_of(model, shapes)
     policies = tuple(_policy(shapes, best, clusters[0], run, name, adapters) for name in CHECKPOINTS)
     own = tuple(each for each in predictions if each.gpu == found[0].name)
-    todo = tuple(advice(shapes, best, clusters[0], run, own, policies))
+    todo = tuple(advice(shapes, best, chosen, clusters[0], run, own, policies))
     wires = wire(shapes, best, run), wire(shapes, None, run)
     name = None if best is None else best.name
     groups = _groups(shapes, kinds)

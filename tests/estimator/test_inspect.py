@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import f8sub
+from f8sub.recipes import DEFAULT
 from f8sub.__main__ import main
 from f8sub.estimator import models
 from f8sub.estimator.gpus import GPUS
@@ -62,7 +63,22 @@ def test_a_page_fits_80_columns(folder, capsys):
     assert "224 linear layers in float8: 93.0% of the FLOPs" in text
     assert "lm_head                    1  128256x4096   7.0%" in text
     assert "* B200: from data sheets, not measured." in text
-    assert 'f8sub.convert_to_float8(model, recipe="rowwise")' in text
+    assert 'f8sub.convert_to_float8(model, recipe="tensorwise")' in text
+    assert "rowwise is more precise and 1.33 times as fast" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("gpu", ["H200", "H100", "B200"])
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_the_first_recipe_is_the_default_everywhere(gpu, tokens):
+    """README, inspect and estimate recommend one; none that is predicted to be slower than another by more than 3 %."""
+    found = f8sub.estimate("llama3-8b", gpus=gpu, tokens=tokens)
+    assert found.recipe == DEFAULT
+    fastest = max(each.replayed for each in found.predictions if each.native)
+    assert found.of(gpu, DEFAULT).replayed >= 0.97 * fastest
+
+
+def test_without_the_default_the_most_precise_is_recommended():
+    assert f8sub.estimate("llama3-8b", ["delayed", "rowwise"], gpus="H200").recipe == "rowwise"
 
 
 def test_json_has_all_figures(folder, capsys):

@@ -38,13 +38,13 @@ MEASURED = (
     "A Llama 3 8B with 2,048 tokens on each of four H200s was measured 0.73 to 0.78 times as fast as bf16 in three "
     "runs, and 1.06 on a faster host. Replayed it was 1.32 times as fast, with gradients in float8 1.51."
 )
-"""Source: docs/scaling.md."""
+"""Source: docs/measurements/several_gpus.md."""
 
 MEASURED_OF_PARTS = (
     "A Llama 3 8B with 8,192 tokens for every two of four H200s, which share each layer, was measured 0.95 times as "
     "fast as bf16."
 )
-"""Source: docs/parallelism.md."""
+"""Source: docs/measurements/several_gpus.md."""
 
 
 def fits(bytes_of: Memory, gpu: Gpu) -> bool:

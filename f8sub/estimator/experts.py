@@ -14,7 +14,7 @@ from f8sub.recipe import Recipe
 LEAST = 1.1
 """Experts gain where the formula says so many times as fast as bf16: of a measured step it says up to 9 % too much.
 
-The steps are those of docs/experts.md.
+The steps are those of docs/measurements/experts.md.
 """
 
 ASSUMED = 2048

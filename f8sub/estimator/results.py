@@ -146,7 +146,7 @@ class Estimate:
     """Holds an estimate of recipes on GPUs. ``str()`` is a page of 80 columns, ``as_dict()`` is for JSON.
 
     Times are of code compiled block by block. An H200's are fitted to measured runs,
-    which they hit within 10 % but for those that ``docs/estimate.md`` names.
+    which they hit within 10 % but for those that ``docs/measurements/predictions.md`` names.
 
     Attributes:
         title: the model's class.

@@ -27,10 +27,11 @@ from f8sub_pretrain.settings import Settings
 _FINAL_STEPS = 10
 """A run's final loss is the mean over so many last steps."""
 
-ON_A_CPU = (
-    "A CPU has no float8 units, so it emulates float8 and is slower with it than with bf16.\n"
-    "Losses and bytes are those of a GPU run; for speed, run this on two GPUs with float8 units."
-)
+_SMOOTH_STEPS = 20
+"""Curves show the mean over so many steps."""
+
+_FIRST_FLOAT8_GPU = (8, 9)
+"""The compute capability of Ada, the first NVIDIA GPU that multiplies float8."""
 
 Records = list[dict[str, Any]]
 """metrics.jsonl of a run."""
@@ -100,28 +101,71 @@ def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
         draw(records, baseline, plot)
         by = "" if settings.compare == "bf16" else ", by what gradients are reduced in"
         show(figures, about, f"{about['steps']} steps{by}")
-        last = f"Loss curves: {plot}\nSummary:     {summary}\n"
+        lines = [f"Loss curves: {plot}", f"Summary:     {summary}"]
         if settings.compare == "bf16":
-            last += (
-                "Next:        the three calls that your own training script needs are at the top of README.md\n"
-                f"On this run: {commands(settings, folder / settings.float8.recipe)}"
-            )
-        Console(soft_wrap=True).print(last.rstrip(), highlight=False)
+            lines += [f"Next:        {line}" for line in commands(settings, folder / settings.float8.recipe)]
+        lines += ["", hardware(), result(figures, baseline)]
+        Console(soft_wrap=True).print("\n".join(lines), highlight=False, markup=False)
 
 
-def commands(settings: Settings, run: Path) -> str:
-    """Give one line on what to do with a float8 run: look at the machine, look at the numerics, serve the weights.
+def hardware() -> str:
+    """Say in words whether this machine has float8 units."""
+    if not torch.cuda.is_available():
+        return (
+            "This machine: CPU, no float8 units. It emulates float8, so float8 is slower than bf16 here; losses and bytes "
+            "are those of a GPU."
+        )
+    has_units = torch.cuda.get_device_capability() >= _FIRST_FLOAT8_GPU
+    units = "with float8 units." if has_units else "no float8 units, so float8 is slower than bf16 here."
+    return f"This machine: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {units}"
+
+
+def result(figures: dict[str, dict[str, Any]], baseline: str) -> str:
+    """Give one line that says how the runs differ.
+
+    Args:
+        figures: Those of summary.json by run.
+        baseline: The run that gaps are relative to.
+
+    Returns:
+        The line: loss, gap with its noise and what that means, and bytes of each other run.
+    """
+    of_baseline, parts = figures[baseline], []
+    for name, run in figures.items():
+        if name == baseline:
+            continue
+        gap, noise = run["loss_gap_percent"], run["loss_gap_noise_percent"]
+        if noise is None:
+            meaning = "; too few steps to know the noise"
+        else:
+            within = "within the noise of one run" if abs(gap) <= noise else "more than the noise of one run"
+            meaning = f" ± {noise:.1f} %, {within}"
+        sent = "all_gather_bytes" if run["all_gather_bytes"] != of_baseline["all_gather_bytes"] else "reduced_bytes"
+        what = "weight" if sent == "all_gather_bytes" else "gradient"
+        share = run[sent] / of_baseline[sent] if of_baseline[sent] else 1.0
+        parts.append(
+            f"{name} ends at loss {run['loss']:.3f}, {baseline} at {of_baseline['loss']:.3f}: {gap:+.1f} %"
+            f"{meaning}. It sent {share:.2f} of the {what} bytes."
+        )
+    return f"Result: {' '.join(parts)}"
+
+
+def commands(settings: Settings, run: Path) -> list[str]:
+    """Give lines on what to do next: add f8sub to a script, look at the machine and the numerics, serve the weights.
 
     Args:
         settings: Of the float8 run.
         run: Its folder.
 
     Returns:
-        The line; what the run did not write is not named.
+        The lines; what the run did not write is not named.
     """
-    shown = ["python -m f8sub doctor"]
+    shown = [
+        'add three calls to your own script: README.md, section "Train"',
+        "python -m f8sub doctor: which recipes are fast on this machine",
+    ]
     if list(run.glob("numerics_*.png")):
-        shown.append(f"{run}/numerics_*.png (f8sub.Monitor)")
+        shown.append(f"{run}/numerics_*.png: what float8 did to each layer")
     saved = sorted((run / "checkpoints").glob("step-*"))
     if saved and _has_codes_for_engines(settings):
         float8, options = settings.float8, ""
@@ -130,8 +174,8 @@ def commands(settings: Settings, run: Path) -> str:
         options += "" if float8.skip_defaults else " --no-skip-defaults"
         options += " --experts" if float8.experts and _is_mixture(settings) else ""
         export = f"python -m f8sub export {saved[-1]} {run}/served --recipe {float8.recipe}{options}"
-        shown.append(f"{export} (f8sub.save_float8's codes)")
-    return " · ".join(shown)
+        shown.append(f"{export}: a checkpoint for inference engines")
+    return shown
 
 
 def _is_mixture(settings: Settings) -> bool:
@@ -172,6 +216,7 @@ def _figures(run: Records, baseline: Records) -> dict[str, Any]:
         "loss_first": _train(run)[0]["loss"],
         "loss": loss,
         "loss_gap_percent": 100 * (loss - right) / right,
+        "loss_gap_noise_percent": gap_noise(run, baseline),
         "eval_loss": held_out[-1] if held_out else None,
         "all_gather_bytes": _per_step(run, "all_gather_bytes"),
         "reduced_bytes": _per_step(run, "reduced_bytes"),
@@ -181,8 +226,39 @@ def _figures(run: Records, baseline: Records) -> dict[str, Any]:
     }
 
 
+def smooth(values: list[float]) -> list[float]:
+    """Give the mean of each value and those before it, at most ``_SMOOTH_STEPS`` of them."""
+    windows = (values[max(0, end - _SMOOTH_STEPS) : end] for end in range(1, len(values) + 1))
+    return [statistics.fmean(window) for window in windows]
+
+
+def gaps(run: Records, baseline: Records) -> list[float]:
+    """Give the distance of a run's loss from the baseline's at each step, in %."""
+    pairs = zip(_train(run), _train(baseline), strict=True)
+    return [100 * (one["loss"] - other["loss"]) / other["loss"] for one, other in pairs]
+
+
+def gap_noise(run: Records, baseline: Records) -> float | None:
+    """Give how far the gap of the final loss moves by chance, in %.
+
+    Args:
+        run: metrics.jsonl of a run.
+        baseline: That of the run that the gap is relative to.
+
+    Returns:
+        Twice the standard deviation of the gap's means over ``_FINAL_STEPS`` steps in the last three quarters of the
+        run, by which the gap of the last such mean is off in 95 of 100 runs; None for the baseline itself, and where
+        fewer than four such means are there.
+    """
+    found = gaps(run, baseline)
+    later = found[len(found) // 4 :]
+    later = later[len(later) % _FINAL_STEPS :]
+    means = [statistics.fmean(later[i : i + _FINAL_STEPS]) for i in range(0, len(later), _FINAL_STEPS)]
+    return 2 * statistics.stdev(means) if run is not baseline and len(means) >= 4 else None
+
+
 def draw(records: dict[str, Records], baseline: str, path: Path) -> None:
-    """Draw the loss curves, and below them the gaps.
+    """Draw the loss curves, and below them the gaps with their noise: each step faint, the mean of steps strong.
 
     Args:
         records: metrics.jsonl of each run.
@@ -193,27 +269,31 @@ def draw(records: dict[str, Records], baseline: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    figure.suptitle("Training loss, same data and seed")
+    figure.suptitle(f"Training loss, same data and seed ({_SMOOTH_STEPS}-step means)")
     FigureCanvasAgg(figure)
-    losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    losses, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     others = iter(("tab:blue", "tab:orange"))
     for name, run in records.items():
         color = "tab:gray" if name == baseline else next(others)
-        steps = [record["step"] for record in _train(run)]
-        losses.plot(steps, [record["loss"] for record in _train(run)], color, label=name)
+        steps, values = zip(*((record["step"], record["loss"]) for record in _train(run)), strict=True)
+        losses.plot(steps, values, color, alpha=0.25, linewidth=0.8)
+        losses.plot(steps, smooth(list(values)), color, label=name)
         held_out = [record for record in run if "eval_loss" in record]
         losses.plot(
             [r["step"] for r in held_out], [r["eval_loss"] for r in held_out], "o", color=color, mfc="none"
         )
         if name != baseline:
-            pairs = zip(_train(run), _train(records[baseline]), strict=True)
-            gaps.plot(steps, [100 * (a["loss"] - b["loss"]) / b["loss"] for a, b in pairs], color)
+            gap = gaps(run, records[baseline])
+            below.plot(steps, gap, color, alpha=0.25, linewidth=0.8)
+            below.plot(steps, smooth(gap), color)
+            if (noise := gap_noise(run, records[baseline])) is not None:
+                below.axhspan(-noise, noise, color=color, alpha=0.12, linewidth=0)
     losses.plot([], [], "ko", mfc="none", label="evaluation")
     losses.set_ylabel("loss")
     losses.legend()
-    gaps.axhline(0, color="tab:gray", linewidth=0.8)
-    gaps.set_ylabel(f"gap, % of {baseline}")
-    gaps.set_xlabel("step")
+    below.axhline(0, color="tab:gray", linewidth=0.8)
+    below.set_ylabel(f"gap, % of {baseline}")
+    below.set_xlabel("step; the band is the noise of one run")
     figure.savefig(path, dpi=120)
 
 
@@ -225,27 +305,27 @@ def show(figures: dict[str, dict[str, Any]], about: dict[str, Any], title: str) 
         about: What summary.json says of the runs.
         title: Of the table.
     """
-    on_a_cpu = about["device"] == "cpu"
-    table = Table("", *figures, title=title, caption=ON_A_CPU if on_a_cpu else None)
+    table = Table("", *figures, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     rows = {
         "first loss": ("loss_first", ".4f"),
         f"final loss (mean of last {min(_FINAL_STEPS, about['steps'])})": ("loss", ".4f"),
         "gap, %": ("loss_gap_percent", "+.2f"),
+        "noise of the gap, ± %": ("loss_gap_noise_percent", ".2f"),
         "evaluation loss": ("eval_loss", ".4f"),
-        "bytes all-gathered a step": ("all_gather_bytes", ",.0f"),
-        "gradient bytes a step": ("reduced_bytes", ",.0f"),
-        "amax all-reduces a step": ("amax_all_reduces", "g"),
-        "tokens a second": ("tokens_per_second", ",.0f"),
-        "peak memory of a GPU, GiB": ("memory", ".2f"),
+        "bytes all-gathered per step": ("all_gather_bytes", ",.0f"),
+        "gradient bytes per step": ("reduced_bytes", ",.0f"),
+        "amax all-reduces per step": ("amax_all_reduces", "g"),
+        "tokens per second": ("tokens_per_second", ",.0f"),
+        "peak memory per GPU, GiB": ("memory", ".2f"),
     }
-    if on_a_cpu:
+    if about["device"] == "cpu":
         rows.popitem()  # of a CPU it is the process's, which all runs share
     for name, (key, form) in rows.items():
         values = [figures_of[key] for figures_of in figures.values()]
-        if None not in values:
-            table.add_row(name, *(format(value, form) for value in values))
+        if any(value is not None for value in values):
+            table.add_row(name, *("" if value is None else format(value, form) for value in values))
     Console().print(table)
 
 

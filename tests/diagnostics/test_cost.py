@@ -33,7 +33,7 @@ TOKENS = 8192
 LAUNCH = 5e-6
 """Seconds that Python and the driver take for a kernel of eager code, if the GPU waits for every one of them.
 
-Source: docs/performance.md, host times of eager steps over their kernels.
+Source: docs/measurements, host times of eager steps over their kernels.
 """
 
 MOST_LAUNCHES = 5

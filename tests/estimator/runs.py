@@ -29,7 +29,7 @@ WHOLE = {
     ("bf16", "HSDP 2x2", 4, "selective"): 8563,
     ("tensorwise", "HSDP 2x2", 4, "selective"): 11034,
 }
-"""tokens/s of runs of 2026-11-26 on one machine, in ``docs/performance.md`` and ``docs/scaling.md``, by recipe, way,
+"""tokens/s of runs of 2026-11-26 on one machine, in ``docs/measurements``, by recipe, way,
 GPUs and checkpointing. Nothing is fitted to those of four GPUs."""
 HALF = {
     ("bf16", 1): 17130,

@@ -275,7 +275,7 @@ def test_a_graph_is_advised_where_it_gains():
     ],
 )
 def test_no_gain_is_predicted_where_a_loss_was_measured(options, measured):
-    """Launched steps of a Llama 3 8B on four H200s: docs/scaling.md, docs/parallelism.md. Replayed they gain."""
+    """Launched steps of a Llama 3 8B on four H200s: docs/measurements/several_gpus.md. Replayed they gain."""
     found = f8sub.estimate_step(load("llama3-8b"), 4, **{"gpu": "H200", "tokens": 2048, **options})
     for way, ratio in measured.items():
         launched = found.of(4, way)

@@ -5,13 +5,15 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 from f8sub_pretrain.checkpoint import MANIFEST
-from f8sub_pretrain.compare import commands, compare, show, summarize
+from f8sub_pretrain.compare import commands, compare, gap_noise, hardware, result, show, smooth, summarize
 
 from tests import namespaces
 from tests.namespaces import ROOT
@@ -20,8 +22,8 @@ from tests.recipes.runs import QUICK, changed, quick_settings, trainer
 SCRIPT = str(ROOT / "recipes" / "pretrain.py")
 QUICKLY = QUICK.split()
 FIGURES = {
-    *("loss_first", "loss", "loss_gap_percent", "eval_loss", "all_gather_bytes", "reduced_bytes"),
-    *("amax_all_reduces", "tokens_per_second", "memory"),
+    *("loss_first", "loss", "loss_gap_percent", "loss_gap_noise_percent", "eval_loss", "all_gather_bytes"),
+    *("reduced_bytes", "amax_all_reduces", "tokens_per_second", "memory"),
 }
 
 
@@ -92,16 +94,19 @@ def test_compare_under_torchrun_writes_the_plot_and_the_figures(tmp_path):
     float8, bf16 = (summary["runs"][name] for name in ("rowwise", "bf16"))
     assert set(summary) == {"runs", "run"}
     assert set(float8) == FIGURES
-    told = (summary["run"][name] for name in ("recipe", "steps", "ranks", "device"))
-    assert tuple(told) == ("rowwise", 14, 2, "cpu")
-    assert "A CPU has no float8 units" in done.stdout
+    about = (summary["run"][name] for name in ("recipe", "steps", "ranks", "device"))
+    assert tuple(about) == ("rowwise", 14, 2, "cpu")
+    machine, last = done.stdout.strip().splitlines()[-2:]
+    assert machine.startswith("This machine: CPU, no float8 units.")
+    assert last.startswith("Result: rowwise ends at loss ")
+    assert last.endswith("It sent 0.51 of the weight bytes.")
     assert (float8["amax_all_reduces"], bf16["amax_all_reduces"]) == (1, 0)
     assert 0.5 < float8["all_gather_bytes"] / bf16["all_gather_bytes"] < 0.55
     assert float8["reduced_bytes"] == bf16["reduced_bytes"]
     assert max(float8["loss"], bf16["loss"]) < float8["loss_first"] - 1
     assert float8["loss"] != bf16["loss"]
     assert abs(float8["loss_gap_percent"]) < 3
-    assert re.search(r"bytes all-gathered a step\s+│\s+{:,}".format(float8["all_gather_bytes"]), done.stdout)
+    assert re.search(r"bytes all-gathered per step\s+│\s+{:,}".format(float8["all_gather_bytes"]), done.stdout)
     assert list((tmp_path / "rowwise" / "tensorboard").iterdir())
 
 
@@ -149,7 +154,7 @@ def test_gradients_by_what_they_are_reduced_in(ranks, tmp_path, capsys):
     assert (tmp_path / "loss.png").exists()
     show(runs, summary["run"], "4 steps")
     cells = r"\s+│\s+".join(f"{size:,.0f}" for size in sent)
-    assert re.search(rf"gradient bytes a step\s+│\s+{cells}", capsys.readouterr().out)
+    assert re.search(rf"gradient bytes per step\s+│\s+{cells}", capsys.readouterr().out)
 
 
 def step(number, loss, gathered, reduced=0):
@@ -166,6 +171,7 @@ def test_figures_leave_out_the_first_step_and_average_the_last_ten_losses():
         "loss_first": 5.5,
         "loss": 2.0,
         "loss_gap_percent": pytest.approx(100 * 0.1 / 1.9),
+        "loss_gap_noise_percent": None,
         "eval_loss": 9.0,
         "all_gather_bytes": 100,
         "reduced_bytes": 400,
@@ -176,21 +182,59 @@ def test_figures_leave_out_the_first_step_and_average_the_last_ten_losses():
     assert (figures["bf16"]["loss_gap_percent"], figures["bf16"]["eval_loss"]) == (0, None)
 
 
-def test_the_last_line_names_what_the_run_wrote(tmp_path):
+def test_the_noise_of_a_gap_is_that_of_its_means():
+    """Gaps of 0, 1, 2 and 3 % over ten steps each, after ten steps that do not count."""
+    bf16 = [step(n, 2.0, 200) for n in range(1, 54)]
+    percent = [50.0] * 13 + [gap for gap in (0.0, 1.0, 2.0, 3.0) for _ in range(10)]
+    float8 = [step(n, 2.0 * (1 + gap / 100), 100) for n, gap in enumerate(percent, 1)]
+    assert gap_noise(float8, bf16) == pytest.approx(2 * statistics.stdev([0, 1, 2, 3]))
+    assert gap_noise(bf16, bf16) is None
+    assert gap_noise(float8[:40], bf16[:40]) is None
+
+
+def test_the_result_says_whether_a_gap_is_noise():
+    float8 = {"loss": 2.02, "loss_gap_percent": 1.0, "loss_gap_noise_percent": 2.1, "all_gather_bytes": 51}
+    bf16 = {"loss": 2.0, "all_gather_bytes": 100, "reduced_bytes": 7}
+    said = "rowwise ends at loss 2.020, bf16 at 2.000: +1.0 % ± {}. It sent 0.51 of the weight bytes."
+    for noise, meaning in ((2.1, "2.1 %, within the noise of one run"), (0.4, "0.4 %, more than the noise of one run")):
+        figures = {"rowwise": float8 | {"loss_gap_noise_percent": noise}, "bf16": bf16}
+        assert result(figures, "bf16") == f"Result: {said.format(meaning)}"
+
+
+@pytest.mark.parametrize(("capability", "words"), [((9, 0), "with float8 units."), ((8, 0), "no float8 units")])
+def test_the_machine_is_described_in_words(capability, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hardware().startswith("This machine: CPU, no float8 units.")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert hardware().startswith("This machine: 2 x NVIDIA GPU, ")
+    assert words in hardware()
+
+
+def test_a_smooth_line_is_the_mean_of_the_steps_so_far():
+    assert smooth([1.0, 3.0, 5.0]) == [1.0, 2.0, 3.0]
+    assert smooth([0.0] * 5 + [1.0] * 20)[-1] == 1.0
+
+
+def test_the_next_steps_name_what_the_run_wrote(tmp_path):
     run = tmp_path / "rowwise"
     (run / "checkpoints" / "step-00000014").mkdir(parents=True)
     settings = quick_settings(tmp_path, "--float8.recipe rowwise")
     export = f"python -m f8sub export {run}/checkpoints/step-00000014 {run}/served --recipe rowwise"
-    assert commands(settings, run) == f"python -m f8sub doctor · {export} (f8sub.save_float8's codes)"
+    assert commands(settings, run)[2:] == [f"{export}: a checkpoint for inference engines"]
     (run / "numerics_x.png").touch()
-    assert f"{run}/numerics_*.png (f8sub.Monitor)" in commands(settings, run)
-    skipping = changed(settings, "float8", skip=("*.k_proj",))
-    assert f"{export} --skip '*.k_proj'" in commands(skipping, run)
-    whole = changed(settings, "float8", skip_defaults=False)
-    assert f"{export} --no-skip-defaults" in commands(whole, run)
+    assert commands(settings, run)[2] == f"{run}/numerics_*.png: what float8 did to each layer"
+
+    def exported(changed_settings):
+        return "\n".join(commands(changed_settings, run))
+
+    assert f"{export} --skip '*.k_proj':" in exported(changed(settings, "float8", skip=("*.k_proj",)))
+    assert f"{export} --no-skip-defaults:" in exported(changed(settings, "float8", skip_defaults=False))
     mixture = changed(settings, "model", size="moe-debug")
-    assert f"{export} --experts" in commands(mixture, run)
-    assert "export" not in commands(changed(mixture, "float8", experts="auto"), run)
+    assert f"{export} --experts:" in exported(mixture)
+    assert "export" not in exported(changed(mixture, "float8", experts="auto"))
     for recipe in ("delayed", "nvfp4"):
-        assert "export" not in commands(changed(settings, "float8", recipe=recipe), run)
-    assert commands(settings, tmp_path / "none") == "python -m f8sub doctor"
+        assert "export" not in exported(changed(settings, "float8", recipe=recipe))
+    assert len(commands(settings, tmp_path / "none")) == 2

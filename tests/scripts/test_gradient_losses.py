@@ -11,7 +11,7 @@ from scripts.tables.gradient_losses import ARMS, BASELINE, CONTROL, DATA, RANKS
 from tests.data_sets import gaussian, generator
 from tests.gradients import oracle
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gradient_wire.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "measurements" / "gradients.md").read_text()
 SHAPES = [(40, 24), (13, 130), (7,), (3, 5)]
 
 

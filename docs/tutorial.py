@@ -1,10 +1,12 @@
 # %% [markdown]
 # # Tutorial: from pretraining to serving
 #
-# One small model through every stage: convert, train, watch the numerics, save, resume, export for an inference engine, and fine-tune an
-# adapter on the served weights. It runs in about 20 seconds on a CPU. On GPUs the same code uses float8 hardware.
+# One small model through every stage: convert, train, watch the numerics, save, resume, export for an inference
+# engine, and fine-tune on the served weights. It runs in about 20 seconds on a CPU. On GPUs the same
+# code uses float8 hardware.
 #
-# Run it as a script (`python docs/tutorial.py`), as a [notebook](tutorial.ipynb), or paste its blocks one after another.
+# Run it as a script (`python docs/tutorial.py`), as a [notebook](tutorial.ipynb), or paste its blocks one after
+# another.
 
 # %% [markdown]
 # ## 1. A model and some text
@@ -43,9 +45,10 @@ def batch_of(size=8, length=64):
 # %% [markdown]
 # ## 2. What would float8 gain?
 #
-# The report shows which layers are converted and what share of the FLOPs they have. A tiny model gains nothing; ask about a real one with
-# `f8sub.estimate("llama3-8b")` or `python -m f8sub inspect`. Start your own runs with the default recipe, `tensorwise`. This tutorial uses
-# `blockwise`, because published float8 models and engines have its scales.
+# The report shows which layers are converted and what share of the FLOPs they have. A tiny model gains nothing;
+# ask about a real one with `f8sub.estimate("llama3-8b")` or `python -m f8sub inspect`. Start your own runs with
+# the default recipe, `tensorwise`. This tutorial uses `blockwise`, because published float8 models and engines
+# have its scales.
 
 # %%
 model = f8sub.convert_to_float8(LlamaForCausalLM(config).to(device), recipe="blockwise")
@@ -54,9 +57,9 @@ print(f8sub.conversion_report(model).summary)
 # %% [markdown]
 # ## 3. Pretrain
 #
-# Two calls: `precompute_scales` once before the first step and after every step. The guard skips steps whose gradients are not finite, and
-# the monitor measures x, w and dy of each layer in one step of ten. Under FSDP2, call `fully_shard` before the optimizer is created:
-# [the guide](guide.md#the-whole-script).
+# Two calls: `precompute_scales` once before the first step and after every step. The guard skips steps whose
+# gradients are not finite, and the monitor measures x, w and dy of each layer in one step of ten. Under FSDP2,
+# call `fully_shard` before the optimizer is created: [the guide](guide.md#the-whole-script).
 
 # %%
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -90,8 +93,8 @@ assert losses[-1] < losses[0]
 # %% [markdown]
 # ## 4. Look at the numerics
 #
-# The operands with the lowest median-row SQNR. A gaussian has 31 dB in e4m3 (x and w) and 25 dB in e5m2 (dy). Below 15 dB, skip the layer or
-# use `rowwise` for it.
+# The operands with the lowest median-row SQNR. A gaussian has 31 dB in e4m3 (x and w) and 25 dB in e5m2 (dy).
+# Below 15 dB, skip the layer or use `rowwise` for it.
 
 # %%
 print(monitor.worst(3))
@@ -99,7 +102,8 @@ print(monitor.worst(3))
 # %% [markdown]
 # ## 5. Save and resume
 #
-# A state dict holds plain tensors: a bf16 script loads it, and so does a float8 run. The resumed run is bitwise the uninterrupted one.
+# A state dict holds plain tensors: a bf16 script loads it, and so does a float8 run. The resumed run is bitwise
+# the uninterrupted one.
 
 # %%
 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
@@ -119,8 +123,8 @@ print("the resumed run has the losses of the uninterrupted one")
 # %% [markdown]
 # ## 6. Serve
 #
-# `save_float8` writes exactly the float8 data that the training multiplied, in a layout that transformers, vLLM and SGLang read. transformers
-# loads it here and decodes.
+# `save_float8` writes exactly the float8 data that the training multiplied, in a layout that transformers, vLLM
+# and SGLang read. transformers loads it here and decodes.
 
 # %%
 f8sub.save_float8(resumed, str(folder / "served"), dtype=torch.float32)
@@ -133,8 +137,8 @@ print(bytes(written[0].tolist()))
 # %% [markdown]
 # ## 7. Fine-tune on the served weights
 #
-# A frozen base stores float8 data alone, 1 byte per parameter, taken from the file. Only the output head learns here; with PEFT, adapters do:
-# [LoRA](lora.md).
+# A frozen base stores float8 data alone, 1 byte per parameter, taken from the file. Only the output head learns
+# here; with PEFT, adapters do: [LoRA](lora.md).
 
 # %%
 tuned = f8sub.convert_to_float8(LlamaForCausalLM(config), recipe="blockwise", primary_weights=True)
@@ -147,4 +151,5 @@ losses = train(tuned, optimizer, 10)
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 # %% [markdown]
-# Next: [shard it](guide.md), [choose a recipe](recipes.md), [measure the speed](performance.md#measure-on-your-own-machine).
+# Next: [shard it](guide.md), [choose a recipe](recipes.md), [measure the
+# speed](performance.md#measure-on-your-own-machine).

@@ -19,7 +19,12 @@ PAGES = {
     "docs/README.md": "contents.md",
     **{
         name: name
-        for name in ("CHANGELOG.md", "CONTRIBUTING.md", "recipes/trainers/README.md", "recipes/torchtitan/README.md")
+        for name in (
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "recipes/trainers/README.md",
+            "recipes/torchtitan/README.md",
+        )
     },
 }
 """Files of the repository that are no pages of docs/, and their places on the site."""
@@ -75,4 +80,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrite the links of a page of docs/."""
     path = f"docs/{page.file.src_uri}"
-    return rewritten(markdown, path, set()) if (ROOT / path).exists() and page.file.src_uri != "index.md" else markdown
+    return (
+        rewritten(markdown, path, set())
+        if (ROOT / path).exists() and page.file.src_uri != "index.md"
+        else markdown
+    )

@@ -97,7 +97,7 @@ _BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, 
 """Ratios of data sheets' dense peaks to an H200's, of 4 and of 8 bits to its 8."""
 
 _GROUPED = frozenset(_HOPPER) - {HIGH}
-"""f8sub's own kernels, see docs/measurements/experts.md; on Blackwell torch's alone, of scales of rows."""
+"""f8sub's own kernels, see docs/measurements; on Blackwell torch's alone, of scales of rows."""
 
 # copy, bytes/s; attention, FLOP/s; link and network, bytes/s; memory, bytes
 H200 = Gpu(
@@ -140,7 +140,7 @@ H100 = replace(
     ),
     copy=3.07 * T,
 )
-"""Its copies were measured: in a profiled step of docs/measurements/experts.md, eager bf16 of Qwen3-30B-A3B, kernels that read and
+"""Its copies were measured: in a profiled step of docs/measurements, eager bf16 of Qwen3-30B-A3B, kernels that read and
 write 0.4 to 1.6 GB have 3.07 to 3.10 TB/s: SwiGLU's, and the sum of two gradients."""
 # 8 TB/s of memory, 1800 GB/s of NVLink, 180 GB
 B200 = _by_data_sheet("B200", _BLACKWELL, 8.0, 1800, 180e9, grouped=frozenset({ROWS}))

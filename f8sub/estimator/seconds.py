@@ -55,11 +55,11 @@ RATES = {
     WHOLE: Rate(1530e12, 1),
     SQUARES: Rate(1400e12, 1),
 }
-"""Fitted to the 39 products of docs/measurements/experts.md with groups of equal size, which they hit within 8 %. Products of
+"""Fitted to the 39 products of docs/measurements with groups of equal size, which they hit within 8 %. Products of
 squares alone were not timed: they have the rate of vectors by squares."""
 
 ON = {"H100": {HIGH: 0.96}}
-"""Shares of these rates by GPU. An H100's is fitted to the bf16 products and steps of docs/measurements/experts.md on one.
+"""Shares of these rates by GPU. An H100's is fitted to the bf16 products and steps of docs/measurements on one.
 
 Without it those products are predicted 3 % too fast on average, and steps 5 %; float8's products are within 1 %.
 """
@@ -146,7 +146,7 @@ HOST = Host(0.0093, 0.00044, 0.00025)
 """Under FSDP2, of blocks with seven layers. bf16: 8.6 and 10.1 ms a block, ``scripts/bench/host_time.py`` on H100s.
 
 float8: 12.4 ms, the median of steps that the host limited: 8.5, 11.5, 12.4, 12.4, 13.8 and 15.2. Four are a Llama 3
-8B's with 2048 tokens a GPU (docs/measurements/several_gpus.md), two a 1B's (docs/measurements/whole_runs.md). Weights that were gathered in bf16 took
+8B's with 2048 tokens a GPU (docs/measurements), two a 1B's. Weights that were gathered in bf16 took
 13.0 where codes took 15.2.
 """
 
@@ -157,7 +157,7 @@ HOST_GRADIENTS = 0.00025
 """More for a block whose gradients are reduced in float8: 8.8 ms after 8.5 on one host, 15.4 after 15.2 on another."""
 
 HOST_PARTS = Host(0.0168, 0.00013)
-"""The same where GPUs share a layer: 16.8 and 17.7 ms a block of a Llama 3 8B, TP 2 x FSDP 2 (docs/measurements/several_gpus.md)."""
+"""The same where GPUs share a layer: 16.8 and 17.7 ms a block of a Llama 3 8B, TP 2 x FSDP 2 (docs/measurements)."""
 
 HOST_ALONE = Host(0.0023, 0.00065)
 """The same without FSDP2, forward and backward: four compiled blocks took a host 9.1 ms in bf16 and 27.3 in float8."""

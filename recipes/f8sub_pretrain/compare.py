@@ -30,6 +30,10 @@ _FINAL_STEPS = 10
 _SMOOTH_STEPS = 20
 """Curves show the mean over so many steps."""
 
+_QUICK_START, _QUICK_START_NOISE = ("debug", 100, 3e-3), 2.1
+"""Model size, steps and learning rate of recipes/pretrain.toml, and by how many per cent rounding alone moves the loss
+of such a run in bf16. Source: docs/measurements/numerics.md."""
+
 _FIRST_FLOAT8_GPU = (8, 9)
 """The compute capability of Ada, the first NVIDIA GPU that multiplies float8."""
 
@@ -94,11 +98,12 @@ def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
             "torch": torch.__version__,
             "f8sub": f8sub.__version__,
         }
-        figures = summarize(records, baseline)
+        noise = noise_of(settings)
+        figures = summarize(records, baseline, noise)
         summary = folder / "summary.json"
         summary.write_text(json.dumps({"runs": figures, "run": about}, indent=1) + "\n")
         plot = folder / "loss.png"
-        draw(records, baseline, plot)
+        draw(records, baseline, noise, plot)
         by = "" if settings.compare == "bf16" else ", by what gradients are reduced in"
         show(figures, about, f"{about['steps']} steps{by}")
         lines = [f"Loss curves: {plot}", f"Summary:     {summary}"]
@@ -112,8 +117,8 @@ def hardware() -> str:
     """Say in words whether this machine has float8 units."""
     if not torch.cuda.is_available():
         return (
-            "This machine: CPU, no float8 units. It emulates float8, so float8 is slower than bf16 here; losses and bytes "
-            "are those of a GPU."
+            "This machine: CPU, no float8 units. It emulates float8, so float8 is slower than bf16 here; losses and "
+            "bytes are those of a GPU."
         )
     has_units = torch.cuda.get_device_capability() >= _FIRST_FLOAT8_GPU
     units = "with float8 units." if has_units else "no float8 units, so float8 is slower than bf16 here."
@@ -136,11 +141,15 @@ def result(figures: dict[str, dict[str, Any]], baseline: str) -> str:
             continue
         gap, noise = run["loss_gap_percent"], run["loss_gap_noise_percent"]
         if noise is None:
-            meaning = "; too few steps to know the noise"
+            meaning = " with one seed, whose noise is not known (scripts/loss_compare.py takes several)"
         else:
-            within = "within the noise of one run" if abs(gap) <= noise else "more than the noise of one run"
-            meaning = f" ± {noise:.1f} %, {within}"
-        sent = "all_gather_bytes" if run["all_gather_bytes"] != of_baseline["all_gather_bytes"] else "reduced_bytes"
+            within = "within" if abs(gap) <= noise else "more than"
+            meaning = f", {within} what rounding alone does to one run (± {noise:.1f} %)"
+        sent = (
+            "all_gather_bytes"
+            if run["all_gather_bytes"] != of_baseline["all_gather_bytes"]
+            else "reduced_bytes"
+        )
         what = "weight" if sent == "all_gather_bytes" else "gradient"
         share = run[sent] / of_baseline[sent] if of_baseline[sent] else 1.0
         parts.append(
@@ -195,28 +204,37 @@ def _has_codes_for_engines(settings: Settings) -> bool:
     )
 
 
-def summarize(records: dict[str, Records], baseline: str) -> dict[str, dict[str, Any]]:
+def noise_of(settings: Settings) -> float | None:
+    """Give by how many per cent rounding alone moves the final loss of such a run; None where that was not measured."""
+    shape = settings.model.size, settings.training.steps, settings.optimizer.lr
+    return _QUICK_START_NOISE if shape == _QUICK_START and settings.compare == "bf16" else None
+
+
+def summarize(
+    records: dict[str, Records], baseline: str, noise: float | None = None
+) -> dict[str, dict[str, Any]]:
     """Give the figures of a comparison.
 
     Args:
         records: metrics.jsonl of each run.
         baseline: The run that gaps are relative to.
+        noise: What rounding alone does to the gap, in %; None if it is not known.
 
     Returns:
         By run, the figures of summary.json. Bytes, all-reduces and tokens a second are the medians of steps, the first
         one left out.
     """
-    return {title: _figures(run, records[baseline]) for title, run in records.items()}
+    return {title: _figures(run, records[baseline], noise) for title, run in records.items()}
 
 
-def _figures(run: Records, baseline: Records) -> dict[str, Any]:
+def _figures(run: Records, baseline: Records, noise: float | None) -> dict[str, Any]:
     loss, right = _final_loss(run), _final_loss(baseline)
     held_out = [record["eval_loss"] for record in run if "eval_loss" in record]
     return {
         "loss_first": _train(run)[0]["loss"],
         "loss": loss,
         "loss_gap_percent": 100 * (loss - right) / right,
-        "loss_gap_noise_percent": gap_noise(run, baseline),
+        "loss_gap_noise_percent": None if run is baseline else noise,
         "eval_loss": held_out[-1] if held_out else None,
         "all_gather_bytes": _per_step(run, "all_gather_bytes"),
         "reduced_bytes": _per_step(run, "reduced_bytes"),
@@ -238,31 +256,13 @@ def gaps(run: Records, baseline: Records) -> list[float]:
     return [100 * (one["loss"] - other["loss"]) / other["loss"] for one, other in pairs]
 
 
-def gap_noise(run: Records, baseline: Records) -> float | None:
-    """Give how far the gap of the final loss moves by chance, in %.
-
-    Args:
-        run: metrics.jsonl of a run.
-        baseline: That of the run that the gap is relative to.
-
-    Returns:
-        Twice the standard deviation of the gap's means over ``_FINAL_STEPS`` steps in the last three quarters of the
-        run, by which the gap of the last such mean is off in 95 of 100 runs; None for the baseline itself, and where
-        fewer than four such means are there.
-    """
-    found = gaps(run, baseline)
-    later = found[len(found) // 4 :]
-    later = later[len(later) % _FINAL_STEPS :]
-    means = [statistics.fmean(later[i : i + _FINAL_STEPS]) for i in range(0, len(later), _FINAL_STEPS)]
-    return 2 * statistics.stdev(means) if run is not baseline and len(means) >= 4 else None
-
-
-def draw(records: dict[str, Records], baseline: str, path: Path) -> None:
+def draw(records: dict[str, Records], baseline: str, noise: float | None, path: Path) -> None:
     """Draw the loss curves, and below them the gaps with their noise: each step faint, the mean of steps strong.
 
     Args:
         records: metrics.jsonl of each run.
         baseline: The run that gaps are relative to.
+        noise: What rounding alone does to a gap, in %: a band around 0.
         path: PNG file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -286,14 +286,15 @@ def draw(records: dict[str, Records], baseline: str, path: Path) -> None:
             gap = gaps(run, records[baseline])
             below.plot(steps, gap, color, alpha=0.25, linewidth=0.8)
             below.plot(steps, smooth(gap), color)
-            if (noise := gap_noise(run, records[baseline])) is not None:
-                below.axhspan(-noise, noise, color=color, alpha=0.12, linewidth=0)
     losses.plot([], [], "ko", mfc="none", label="evaluation")
     losses.set_ylabel("loss")
     losses.legend()
     below.axhline(0, color="tab:gray", linewidth=0.8)
     below.set_ylabel(f"gap, % of {baseline}")
-    below.set_xlabel("step; the band is the noise of one run")
+    below.set_xlabel("step")
+    if noise is not None:
+        below.axhspan(-noise, noise, color="tab:gray", alpha=0.15, linewidth=0)
+        below.set_xlabel("step; the band is what rounding alone does to one run")
     figure.savefig(path, dpi=120)
 
 
@@ -312,7 +313,7 @@ def show(figures: dict[str, dict[str, Any]], about: dict[str, Any], title: str) 
         "first loss": ("loss_first", ".4f"),
         f"final loss (mean of last {min(_FINAL_STEPS, about['steps'])})": ("loss", ".4f"),
         "gap, %": ("loss_gap_percent", "+.2f"),
-        "noise of the gap, ± %": ("loss_gap_noise_percent", ".2f"),
+        "noise of one run, ± %": ("loss_gap_noise_percent", ".2f"),
         "evaluation loss": ("eval_loss", ".4f"),
         "bytes all-gathered per step": ("all_gather_bytes", ",.0f"),
         "gradient bytes per step": ("reduced_bytes", ",.0f"),

@@ -1,7 +1,7 @@
 """The examples of docs/api.md, a function each; the function's name is that of what it shows.
 
-``api.py`` shows what is in a function, with the imports that it uses. Its docstring holds the words of the comment above
-the page's block: how many ranks it needs. tests/docs/test_api.py runs all of them.
+``api.py`` shows what is in a function, with the imports that it uses. Its docstring holds the words of the comment
+above the page's block: how many ranks it needs. tests/docs/test_api.py runs all of them.
 """
 
 # Examples name what they make, so that readers see what it is; docstrings are words of Markdown.

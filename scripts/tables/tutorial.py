@@ -36,7 +36,9 @@ def cells() -> list[Cell]:
     found = []
     for kind, body in zip(parts[::2], parts[1::2], strict=True):
         text = body.strip()
-        found.append(Cell(kind is None, text if kind is None else re.sub(r"^# ?", "", text, flags=re.MULTILINE)))
+        found.append(
+            Cell(kind is None, text if kind is None else re.sub(r"^# ?", "", text, flags=re.MULTILINE))
+        )
     return found
 
 
@@ -51,7 +53,11 @@ def notebook() -> dict[str, Any]:
     made: list[dict[str, Any]] = []
     for number, cell in enumerate(cells()):
         common = {"id": f"cell-{number}", "metadata": {}, "source": cell.text.splitlines(keepends=True)}
-        kind = {"cell_type": "code", "execution_count": None, "outputs": []} if cell.is_code else {"cell_type": "markdown"}
+        kind = (
+            {"cell_type": "code", "execution_count": None, "outputs": []}
+            if cell.is_code
+            else {"cell_type": "markdown"}
+        )
         made.append(kind | common)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

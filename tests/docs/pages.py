@@ -66,7 +66,9 @@ def examples(page: Path) -> list[Example]:
             continue
         unknown = [word for word in words if word not in WORDS and not RANKS.fullmatch(word)]
         if unknown or len(info) > 1:
-            raise ValueError(f"{page.name}: a comment takes {sorted(WORDS)} and ranks=N, got {unknown or info}")
+            raise ValueError(
+                f"{page.name}: a comment takes {sorted(WORDS)} and ranks=N, got {unknown or info}"
+            )
         source = re.sub(f"^{block['indent']}", "", block["text"], flags=re.MULTILINE)
         if "continue" in words:
             before = found.pop()

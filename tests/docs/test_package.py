@@ -53,7 +53,9 @@ def test_the_citation_has_the_version():
 
 
 def test_the_module_prints_its_version():
-    done = subprocess.run([sys.executable, "-m", "f8sub", "--version"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "f8sub", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout.startswith(f"f8sub {f8sub.__version__}, torch ")
 
 

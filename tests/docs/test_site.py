@@ -36,7 +36,9 @@ def test_every_page_is_there_and_rendered(site):
 
 def test_the_readme_is_the_first_page_and_search_finds_it(site):
     assert "f8sub speeds up FSDP2 training" in (site / "index.html").read_text()
-    found = {entry["location"] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]}
+    found = {
+        entry["location"] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
     assert {"index.html", "guide.html", "api.html", "measurements/whole_runs.html"} <= found
 
 

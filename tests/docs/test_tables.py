@@ -48,7 +48,9 @@ def test_every_ratio_is_of_the_same_setting():
     assert whole_run.over(data, "bf16", "no checkpointing") == 1
     assert whole_run.over(data, "f8sub tensorwise", "no checkpointing") is None
     assert whole_run.over(data, "f8sub tensorwise, gradients", "no checkpointing") == 12803 / 9430
-    assert whole_run.over(data, "f8sub tensorwise", "selective checkpointing", whole_run.PEER) == 11615 / 11055
+    assert (
+        whole_run.over(data, "f8sub tensorwise", "selective checkpointing", whole_run.PEER) == 11615 / 11055
+    )
 
 
 def test_the_readmes_table_has_the_default_first_and_no_options():

@@ -8,7 +8,9 @@ from tests.docs.pages import FENCE, PAGES, ROOT
 from tests.docs.test_messages import PACKAGE, _texts, literals
 
 UNITS = "GPU|element|tensor|row|block|step|token|host|layer|parameter|weight|second|expert|rank|node|launch|replica"
-QUANTITIES = "bytes?|tokens(?:/s)?|scales?|GiB|GB|MB|kB|ms|us|all-reduces?|all-gathers?|sequences?|launches|parts?|one"
+QUANTITIES = (
+    "bytes?|tokens(?:/s)?|scales?|GiB|GB|MB|kB|ms|us|all-reduces?|all-gathers?|sequences?|launches|parts?|one"
+)
 INSTEAD = {
     rf"\b(?:{QUANTITIES}) an? (?:{UNITS})\b": "per GPU, per element",
     r"\btold\b": "reported, identified",
@@ -31,7 +33,9 @@ INSTEAD = {
 """A pattern in dialect, and what a native speaker writes."""
 
 API = ROOT / "docs" / "api.md"
-READERS = [page for page in PAGES if page.name != "CHANGELOG.md" and page != API and "recipes" not in page.parts]
+READERS = [
+    page for page in PAGES if page.name != "CHANGELOG.md" and page != API and "recipes" not in page.parts
+]
 by_page = pytest.mark.parametrize("page", READERS, ids=lambda page: str(page.relative_to(ROOT)))
 
 MOST_LINES_OF_README, MOST_WORDS_OF_README = 180, 1400

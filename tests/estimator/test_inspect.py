@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.recipes import DEFAULT
 from f8sub.__main__ import main
 from f8sub.estimator import models
 from f8sub.estimator.gpus import GPUS
 from f8sub.estimator.models import load
+from f8sub.recipes import DEFAULT
 from tests.models import Transformer
 
 LLAMA_8B = {

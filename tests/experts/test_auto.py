@@ -68,7 +68,7 @@ def test_the_formula_of_large_weights():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("gpu", [H100, H200])
 def test_experts_that_were_measured_to_lose_are_left(gpu, recipe):
-    """Qwen3-30B-A3B's, by docs/measurements/experts.md, with as many tokens as a step had, fewer, or a number that is not known."""
+    """Qwen3-30B-A3B's, by docs/measurements, with as many tokens as a step had, fewer, or an unknown number."""
     products = [weights(128, 1536, 2048)[0], weights(128, 768, 2048)[2]]
     for each in (weights(128, 768, 2048), products):
         assert not any(

@@ -98,4 +98,7 @@ def test_the_page_of_predicted_and_measured_figures_shows_what_the_script_makes(
     monkeypatch.setattr("sys.argv", [measured.__file__, "--write-docs"])
     measured.main()
     table, _, _ = written["measured"].partition("\n\n<sub>")
-    assert f"<!-- begin measured -->\n{table}\n\n<sub>" in (ROOT / "docs" / "measurements" / "predictions.md").read_text()
+    assert (
+        f"<!-- begin measured -->\n{table}\n\n<sub>"
+        in (ROOT / "docs" / "measurements" / "predictions.md").read_text()
+    )

@@ -70,7 +70,7 @@ GROUPED = {
     SCALED_MM: _one_by_one(SCALED_MM, _why_not_scaled_mm),
     REFERENCE: _one_by_one(REFERENCE, lambda a, b, device: None),
 }
-"""Backends of grouped products, the fastest first: docs/measurements/experts.md has the figures. The last two read on the host where
+"""Backends of grouped products, the fastest first (figures: docs/measurements). The last two read on the host where
 groups lie, so that they would make a GPU wait."""
 
 BACKENDS: dict[bool, Mapping[str, Backend | GroupedBackend]] = {False: GEMM, True: GROUPED}

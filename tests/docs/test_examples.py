@@ -5,12 +5,8 @@ import torch
 
 from tests.docs.pages import EXAMPLES, run, run_as_file, run_on_rank, skip_other_torchtitan
 
-FILES = [
-    example
-    for example in EXAMPLES
-    if example.where.startswith(("README.md", "docs/guide.md")) or "WORLD_SIZE" in example.source
-]
-"""Of the two pages that newcomers copy from, and those that start a process group."""
+FILES = [example for example in EXAMPLES if "WORLD_SIZE" in example.source]
+"""Those that start a process group, as README's and the guide's training scripts do."""
 OTHERS = [example for example in EXAMPLES if example not in FILES]
 ALONE = [example for example in OTHERS if example.world is None]
 ON_RANKS = [example for example in OTHERS if example.world is not None]

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from scripts.tables import tutorial
 from tests.docs.pages import ROOT
 
@@ -28,8 +30,9 @@ def test_the_script_runs(tmp_path):
     assert "the resumed run has the losses of the uninterrupted one" in run(tutorial.SCRIPT, tmp_path)
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path):
-    """Its code cells, one after another, as a kernel runs them."""
+    """Its code cells, one after another, as a kernel runs them. They are the script's."""
     cells = json.loads(tutorial.NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     script = tmp_path / "cells.py"

@@ -106,12 +106,14 @@ def draw() -> Figure:
     ways = {
         "float8 compute": drawing.GREY,
         "+ float8 all-gather, one all-reduce of scales": drawing.BLUE,
-        "the same, gradients in bf16": drawing.ORANGE,
-        "the same, gradients in e4m3": drawing.INK,
+        "float8 compute and all-gather, gradients in bf16": drawing.ORANGE,
+        "float8 compute and all-gather, gradients in e4m3": drawing.INK,
     }
     with mpl.rc_context(drawing.STYLE):
         figure = Figure(figsize=(8.4, 5.6), layout="constrained")
-        figure.suptitle("Tokens/s over bf16, predicted", fontweight="bold", x=0.01, ha="left")
+        figure.suptitle(
+            "Tokens/s over bf16 on H100s, predicted for replayed steps", fontweight="bold", x=0.01, ha="left"
+        )
         panels = figure.subplots(len(TOKENS), len(MODELS), sharey="row", sharex=True)
         for row, tokens in zip(panels, TOKENS, strict=True):
             for axes, model in zip(row, MODELS, strict=True):
@@ -123,6 +125,7 @@ def draw() -> Figure:
                     axes.plot(
                         counts, values, label=label, color=colour, linewidth=1.6, marker="o", markersize=3
                     )
+                axes.axhline(1, color=drawing.GREY, linewidth=0.8, linestyle=":")
                 axes.set_xscale("log", base=2)
                 axes.set_xticks([8, 64, 1024], ["8", "64", "1024"])
                 axes.set_title(f"{title(model)}, {tokens:,} tokens", loc="left", fontsize=9)

@@ -16,7 +16,7 @@ def test_the_page_shows_the_table(marker):
 
 
 def test_the_picture(tmp_path):
-    """A panel for each model and number of tokens, with a line for each way."""
+    """A panel for each model and number of tokens, with a line for each way and one for bf16."""
     figure = scaling.draw()
     assert len(figure.axes) == len(scaling.MODELS) * len(scaling.TOKENS)
-    assert all(len(axes.lines) == 4 for axes in figure.axes)
+    assert all(len(axes.lines) == 5 for axes in figure.axes)

@@ -18,7 +18,7 @@ from scripts.tables.drawing import BLUE, GREY, ORANGE, STYLE, arrow, box, save
 
 LEGEND = (
     (GREY, "high precision (bf16 or float32)"),
-    (BLUE, "float8, 1 byte an element"),
+    (BLUE, "float8, 1 byte per element"),
     (ORANGE, "one matmul in float8"),
 )
 SIZE, WIDE = (1.7, 0.62), (2.0, 0.62)
@@ -48,14 +48,14 @@ def draw() -> Figure:
 
 def _forward(axes: Any) -> None:
     box(axes, (1.15, 5.75), "w, a shard", colour=GREY, size=SIZE)
-    arrow(axes, (2.0, 5.75), (3.4, 5.75), "cast once a step")
-    box(axes, (4.25, 5.75), "shard's codes", colour=BLUE, size=SIZE)
+    arrow(axes, (2.0, 5.75), (3.4, 5.75), "cast per step")
+    box(axes, (4.25, 5.75), "float8 shard", colour=BLUE, size=SIZE)
     arrow(axes, (5.1, 5.75), (6.8, 5.75), "all-gather: 1 byte")
-    box(axes, (7.65, 5.75), "w's codes", colour=BLUE, size=SIZE)
+    box(axes, (7.65, 5.75), "float8 w", colour=BLUE, size=SIZE)
     arrow(axes, (8.5, 5.7), (9.4, 5.4))
     box(axes, (1.15, 4.85), "x", colour=GREY, size=SIZE)
     arrow(axes, (2.0, 4.85), (3.4, 4.85), "quantize")
-    box(axes, (4.25, 4.85), "x's codes", colour=BLUE, size=SIZE)
+    box(axes, (4.25, 4.85), "float8 x", colour=BLUE, size=SIZE)
     arrow(axes, (5.1, 4.9), (9.4, 5.2))
     box(axes, (10.4, 5.3), "y = x @ w.t()", colour=ORANGE, size=WIDE)
     arrow(axes, (11.4, 5.3), (11.95, 5.3))
@@ -64,15 +64,15 @@ def _forward(axes: Any) -> None:
 
 def _backward(axes: Any) -> None:
     arrow(axes, (4.6, 4.54), (6.1, 3.51))
-    axes.text(5.6, 4.15, "saved: 1 byte an element", fontsize=8, ha="left", va="center")
+    axes.text(5.6, 4.15, "saved: 1 byte per element", fontsize=8, ha="left", va="center")
     box(axes, (1.15, 3.2), "dy", colour=GREY, size=SIZE)
     arrow(axes, (2.0, 3.2), (3.4, 3.2), "quantize")
-    box(axes, (4.25, 3.2), "dy's codes", colour=BLUE, size=SIZE)
+    box(axes, (4.25, 3.2), "float8 dy", colour=BLUE, size=SIZE)
     arrow(axes, (5.1, 3.2), (5.5, 3.2))
     box(axes, (6.5, 3.2), "dw = dy.t() @ x", colour=ORANGE, size=WIDE)
     arrow(axes, (7.5, 3.2), (9.4, 3.2), "reduce-scatter")
     box(axes, (10.4, 3.2), "dw, a shard", colour=GREY, size=WIDE)
-    box(axes, (4.25, 2.35), "w's codes", colour=BLUE, size=SIZE)
+    box(axes, (4.25, 2.35), "float8 w", colour=BLUE, size=SIZE)
     axes.text(3.3, 2.35, "all-gather: 1 byte", fontsize=8, ha="right", va="center")
     arrow(axes, (5.1, 2.35), (5.5, 2.35))
     arrow(axes, (5.1, 3.0), (5.5, 2.55))

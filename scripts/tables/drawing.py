@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,21 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, metadata=metadata, dpi=110, facecolor="white")
 
 
-def bars(title: str, subtitle: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> Figure:
-    """Horizontal bars, a panel a group, each with its number.
+def bars(
+    title: str,
+    subtitle: str,
+    groups: Mapping[str, Mapping[str, float]],
+    unit: str,
+    pale: Collection[str] = (),
+) -> Figure:
+    """Horizontal bars, a panel for each group, each with its number.
 
     Args:
         title: in one line.
         subtitle: machine, date and what was run; it is wrapped.
         groups: panel -> bar -> number.
         unit: format of the numbers.
+        pale: names of bars in a lighter colour.
     """
     with mpl.rc_context(STYLE):
         counts = [len(of) for of in groups.values()]
@@ -54,6 +61,8 @@ def bars(title: str, subtitle: str, groups: Mapping[str, Mapping[str, float]], u
             names = list(of)
             colours = [COLOURS[name.split()[0]] for name in names]
             drawn = axes.barh(names, list(of.values()), color=colours, height=0.7)
+            for name, bar in zip(names, drawn, strict=True):
+                bar.set_alpha(0.5 if name in pale else 1.0)
             axes.bar_label(drawn, [unit.format(value) for value in of.values()], padding=3)
             axes.invert_yaxis()
             axes.set_xlim(0, 1.12 * most)

@@ -98,7 +98,7 @@ def draw(data: dict[str, Any], folder: Path) -> None:
     """Write ``whole_run_speed.svg`` and ``whole_run_memory.svg``."""
     subtitle = (
         f"Llama 3 8B, 8192 tokens per GPU, FSDP2 and torch.compile, {data['machine']}; {data['date']}. "
-        "Options that change numbers: gradients are reduced in float8; SwiGLU's input is saved in float8 (swiglu)."
+        "Pale: with options that change numbers, gradients reduced in float8, SwiGLU's input saved in float8 (swiglu)."
     )
     speeds: dict[str, dict[str, float]] = {setting: {} for setting in data["settings"]}
     memory: dict[str, float] = {}
@@ -111,7 +111,8 @@ def draw(data: dict[str, Any], folder: Path) -> None:
         ("speed", "Training speed over bf16", speeds, "{:.2f}"),
         ("memory", "Peak of active memory, GiB per GPU", {DIFFERS_IN_MEMORY: memory}, "{:.1f}"),
     ):
-        drawing.save(drawing.bars(title, subtitle, values, unit), folder / f"whole_run_{name}.svg")
+        pale = [arm for arm in data["active_gib"] if has_options(arm)]
+        drawing.save(drawing.bars(title, subtitle, values, unit, pale), folder / f"whole_run_{name}.svg")
 
 
 def main() -> None:

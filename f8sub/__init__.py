@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from f8sub import optim as optim
-from f8sub import registered as _registered  # noqa: F401  (enter by sockets)
 from f8sub import tensor_parallel as tensor_parallel
 from f8sub.attention import prefer_cudnn_attention
 from f8sub.checkpoint.load import load_float8
@@ -46,6 +45,7 @@ from f8sub.linear.autocast import autocast
 from f8sub.linear.checkpointing import checkpoint_policy
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import GemmSpec, Recipe, get_recipe, recipe_names
+from f8sub.tensor import aten_ops as _aten_ops  # noqa: F401  (enters its operators in Float8Tensor's table)
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.tensor.quantize import quantize
 from f8sub.version import __version__ as __version__

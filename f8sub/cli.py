@@ -16,7 +16,6 @@ import torch
 from f8sub.checkpoint.layouts import LAYOUTS
 from f8sub.checkpoint.offline import export_checkpoint
 from f8sub.checkpoint.reader import CONFIG
-from f8sub.convert.class_swap import EXPERTS
 from f8sub.diagnostics.doctor import doctor, page
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning, unknown
 from f8sub.estimator.cluster import FLOAT32, REDUCTIONS
@@ -24,7 +23,7 @@ from f8sub.estimator.estimate import KINDS, estimate, estimate_step
 from f8sub.estimator.gpus import GPUS, gpu_of
 from f8sub.estimator.models import FORMS, load
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE
-from f8sub.experts.seams import AUTO_EXPERTS
+from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS
 from f8sub.recipe import recipe_names
 from f8sub.recipes import DEFAULT
 from f8sub.version import __version__

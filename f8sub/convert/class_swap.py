@@ -1,14 +1,13 @@
-"""Chooses the float8 class of a layer's class, and holds the converters that features add for other modules."""
+"""Chooses the float8 class of a linear layer's class, and gives it back."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion, LayerGuest
 
 extensions: dict[type[torch.nn.Linear], Mapping[str, Any]] = {}
@@ -100,54 +99,3 @@ class FusedEncoders(LayerGuest):
 
 def _is_in(module: torch.nn.Module) -> bool:
     return any(isinstance(child, Float8Linear) for child in module.modules())
-
-
-class Converter(Protocol):
-    """Converts modules of one kind, for a feature.
-
-    A converted module has ``converted``, ``fqn``, ``plan`` with its recipe, ``how`` for reports, and ``follow``, see
-    ``Float8Linear``.
-    """
-
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raise Float8ConfigError for values of the feature's options that there are not."""
-
-    def takes(self, module: torch.nn.Module) -> bool:
-        """Return whether a module, converted or not, is of the kind."""
-
-    def by_options(
-        self,
-        modules: Mapping[str, torch.nn.Module],
-        fqn: str,
-        recipe: Recipe | None,
-        options: Mapping[str, Any],
-    ) -> str | None:
-        """Return why a caller's options of the feature leave a module as it is; None where they do not.
-
-        Args:
-            modules: all of the model, by name.
-            fqn: the module's name.
-            recipe: that it would get; None where no pattern matches it.
-            options: by name.
-        """
-
-    def why_not(self, module: torch.nn.Module) -> str | None:
-        """Return why it cannot be converted; None where it can."""
-
-    def planned(
-        self, module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
-    ) -> Callable[[Conversion], None]:
-        """Return a function that converts the module and enters its weights; nothing changes before that is called.
-
-        Raises:
-            Float8ConfigError: the recipe or the backend cannot be.
-        """
-
-    def revert(self, module: torch.nn.Module) -> None:
-        """Restore the module as it was; its weights are plain parameters already."""
-
-
-converters: list[Converter] = []
-
-EXPERTS: bool | str = False
-"""The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from f8sub.convert import class_swap
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
@@ -19,7 +18,13 @@ from f8sub.convert.checks import (
     refuse_tied_apart,
     warn_of_quantized_origin,
 )
-from f8sub.convert.class_swap import EXPERTS, FusedEncoders, float8_class, plain_class
+from f8sub.convert.class_swap import FusedEncoders, float8_class, plain_class
+from f8sub.convert.experts import (
+    planned_experts,
+    revert_experts,
+    why_not_by_options,
+    why_not_experts,
+)
 from f8sub.convert.filters import (
     ALREADY,
     IN_FLOAT8,
@@ -36,6 +41,7 @@ from f8sub.convert.swiglu_input import round_to_float8
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import StoredTransposed
+from f8sub.experts.seams import EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
@@ -168,16 +174,15 @@ def _convert_selected(
     of_features: dict[str, Any],
 ) -> Model:
     require(CONVERSION)
-    for converter in class_swap.converters:
-        converter.check(of_features)
+    refuse_unknown_experts(of_features["experts"], of_features["tokens"])
     # Before anything else is looked at: sharded weights have other shapes, classes and owners.
     refuse_sharded(model)
     refuse_other_recipe(model, selection.recipes)
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     reasons = selection.reasons(modules, linears)
-    others = other_reasons(modules, selection, of_features)
-    asked = reasons | others
+    of_experts = experts_reasons(modules, selection, of_features)
+    asked = reasons | of_experts
     for fqn, reason in asked.items():
         # A call before this one may have left a reason on a layer that is converted now.
         if reason in IN_FLOAT8:
@@ -194,14 +199,12 @@ def _convert_selected(
             # A GEMM that reads the weight in high precision needs it gathered so.
             gathered = float8_all_gather and None not in recipe.formats("w")
             chosen.append(Chosen(linears[fqn], fqn, plan, gathered, selection.kept.of(fqn)))
-    of_others = [
-        converter.planned(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
-        for fqn, reason in others.items()
+    planned = [
+        planned_experts(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
+        for fqn, reason in of_experts.items()
         if reason is None and (recipe := selection.recipes.of(fqn)) is not None
-        for converter in class_swap.converters
-        if converter.takes(modules[fqn])
     ]
-    if not chosen and not of_others:
+    if not chosen and not planned:
         nothing_converted(model, strict)
         return model
     # Everything that can be refused is, before the first class is swapped: an error leaves the model as it was.
@@ -218,7 +221,7 @@ def _convert_selected(
         guest.planned(conversion, [layer.plan for layer in chosen])
     for layer in chosen:
         _convert(layer, conversion)
-    for convert in of_others:
+    for convert in planned:
         convert(conversion)
     _wrap_weights(conversion)
     Conversion.see(model)
@@ -230,24 +233,27 @@ def _convert_selected(
     return model
 
 
-def other_reasons(
-    modules: Mapping[str, torch.nn.Module], selection: Selection, of_features: Mapping[str, Any]
+def experts_reasons(
+    modules: Mapping[str, torch.nn.Module], selection: Selection, options: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """Return ``Selection.reasons`` of what features convert besides linear layers.
+    """Return ``Selection.reasons`` of modules of experts.
 
     Args:
         modules: all modules of the model by name.
         selection: what a caller says.
-        of_features: the features' own options by name.
+        options: those of ``convert_to_float8`` that hold for experts, by name.
     """
     reasons: dict[str, str | None] = {}
-    for converter in class_swap.converters:
-        for fqn, module in ((fqn, module) for fqn, module in modules.items() if converter.takes(module)):
-            if is_converted(module):
-                reasons[fqn] = ALREADY
-                continue
-            reason = converter.by_options(modules, fqn, selection.recipes.of(fqn), of_features)
-            reasons[fqn] = reason or selection.why_not_asked(module, fqn) or converter.why_not(module)
+    for fqn, module in modules.items():
+        if isinstance(module, torch.nn.Linear):
+            continue
+        if is_converted(module):
+            reasons[fqn] = ALREADY
+            continue
+        if seam_of(module) is None:
+            continue
+        reason = why_not_by_options(modules, fqn, selection.recipes.of(fqn), options)
+        reasons[fqn] = reason or selection.why_not_asked(module, fqn) or why_not_experts(module)
     return reasons
 
 
@@ -319,13 +325,12 @@ def convert_from_float8(model: Model) -> Model:
         for name, weight in list(module._parameters.items()):  # under other names, too, where it is pruned
             if isinstance(weight, Weight):
                 replace_parameter(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
-        # First: ``revert`` and ``left`` find a module that has no record any more.
+        # First: ``revert_experts`` and ``left`` find a module that has no record any more.
         conversion.discard(module)
-        for converter in class_swap.converters:
-            if converter.takes(module):
-                converter.revert(module)
         if isinstance(module, Float8Linear):
             module._become(plain_class(module))
+        else:
+            revert_experts(module)
     Conversion.forget(model)
     return model
 

@@ -9,7 +9,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
-from f8sub.convert.class_swap import converters
 from f8sub.experts.seams import seam_of
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _described(
             detail = "; ".join(filter(None, (f"{name}: {getattr(module, 'how', '')}", used)))
         else:
             reason = getattr(module, SKIP_REASON, "")
-            if not any(each.takes(module) for each in converters):
+            if seam_of(module) is None:
                 reason = "if these are experts, f8sub.register_experts lets them be converted"
             stay = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too"
             detail = "; ".join(filter(None, (stay, used, reason)))

@@ -11,7 +11,7 @@ import torch
 from f8sub.convert.checks import is_converted
 from f8sub.convert.filters import kind_of
 from f8sub.estimator.operands import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
-from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
+from f8sub.estimator.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
 from f8sub.experts.seams import seam_of
 from f8sub.linear.converted import ConvertedModule, own_parameter
 from f8sub.linear.float8_linear import Float8Linear

@@ -32,7 +32,7 @@ from f8sub.convert.other_weights import (
 from f8sub.diagnostics.bytes import byte_account, expert_bytes
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import ASSUMED, of_module
-from f8sub.estimator.shapes import SAVED_INPUTS, SHARED_INPUTS, expert_products
+from f8sub.estimator.products import SAVED_INPUTS, SHARED_INPUTS, expert_products
 from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe

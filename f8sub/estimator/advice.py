@@ -15,13 +15,13 @@ from f8sub.estimator.experts import by_module, gain_of
 from f8sub.estimator.gpus import Gpu
 from f8sub.estimator.memory import Memory
 from f8sub.estimator.operands import OPERANDS
+from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.seconds import (
     HOST_RANGE,
     NONE,
     Run,
     by_product,
 )
-from f8sub.estimator.shapes import Product, Shapes
 from f8sub.formats import ALL
 from f8sub.recipes import DEFAULT
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from f8sub.estimator import seconds
 from f8sub.estimator.gpus import H100, H200, Gpu
+from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.seconds import NONE, Run, Seconds
-from f8sub.estimator.shapes import Product, Shapes
 
 if TYPE_CHECKING:
     from f8sub.recipe import Recipe

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from f8sub.convert.class_swap import EXPERTS
 from f8sub.convert.filters import name_of
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.estimator.advice import advice, fits, recommended
@@ -26,9 +25,11 @@ from f8sub.estimator.experts import decided
 from f8sub.estimator.gpus import GPUS, Gpu, gpu_of
 from f8sub.estimator.memory import Adapters, adapters_of, memory
 from f8sub.estimator.models import named_or_given
+from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.results import Estimate, LayerGroup, Policy, Prediction, StepEstimate, StepPrediction
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, by_product, wire
-from f8sub.estimator.shapes import Product, Shapes, alike, shapes_of
+from f8sub.estimator.shapes import alike, shapes_of
+from f8sub.experts.seams import EXPERTS
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 from f8sub.recipes import DEFAULT
 

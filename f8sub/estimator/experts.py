@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from f8sub.estimator.gpus import GPUS, H200, Gpu
+from f8sub.estimator.products import Product, Shapes, expert_products
 from f8sub.estimator.seconds import NONE, Run, linear_seconds
-from f8sub.estimator.shapes import Product, Shapes, expert_products
 from f8sub.recipe import Recipe
 
 LEAST = 1.1

@@ -14,8 +14,8 @@ import torch
 
 from f8sub.convert.primary_weights import is_primary
 from f8sub.estimator.operands import operand_bytes, saved_x_bytes
+from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.seconds import FULL, NONE, Run, gathered_bytes, last_of, repeats
-from f8sub.estimator.shapes import Product, Shapes
 from f8sub.kernels.grouped.gemm import TRITON_MULTIPLE
 from f8sub.linear.saved_input import FLOAT8, HIGH_PRECISION
 from f8sub.weights.primary_weight import PrimaryWeight

@@ -9,8 +9,8 @@ from f8sub.estimator.cluster import Cluster, Timeline
 from f8sub.estimator.gpus import Gpu
 from f8sub.estimator.memory import Memory
 from f8sub.estimator.page import page, step_page
+from f8sub.estimator.products import Shapes
 from f8sub.estimator.seconds import Run, Wire
-from f8sub.estimator.shapes import Shapes
 
 P = TypeVar("P")
 

@@ -27,7 +27,7 @@ from f8sub.estimator.gpus import (
 )
 from f8sub.estimator.gpus import kind_of_product as kind_of
 from f8sub.estimator.operands import amax_bytes, sent_bytes
-from f8sub.estimator.shapes import HEAD_SIZE, Product, Shapes
+from f8sub.estimator.products import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import is_one_by_one
 from f8sub.kernels.grouped.operands import stored_format

@@ -9,6 +9,9 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear, local_part
 
+EXPERTS: bool | str = False
+"""The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
+
 AUTO_EXPERTS = "auto"
 """The value of ``experts`` that converts those which gain."""
 

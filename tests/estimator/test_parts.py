@@ -15,13 +15,9 @@ from f8sub.estimator.gpus import (
     H200,
     kind_of_product,
 )
+from f8sub.estimator.products import Product, block_of, reads_attention
 from f8sub.estimator.seconds import Run, wire
-from f8sub.estimator.shapes import (
-    Product,
-    block_of,
-    reads_attention,
-    shapes_of,
-)
+from f8sub.estimator.shapes import shapes_of
 from tests.estimator.predictions import cluster_of, model, step
 from tests.models import Transformer
 

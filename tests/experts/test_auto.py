@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.convert.class_swap import EXPERTS
 from f8sub.estimator.experts import LEAST, MANY, gain_of
 from f8sub.estimator.gpus import B200, H100, H200
-from f8sub.estimator.shapes import Product, shapes_of
+from f8sub.estimator.products import Product
+from f8sub.estimator.shapes import shapes_of
 from f8sub.experts.module import Float8Experts
+from f8sub.experts.seams import EXPERTS
 
 PAGES = Path(__file__).parents[2] / "docs"
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}

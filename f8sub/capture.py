@@ -114,6 +114,11 @@ def host_copy(found: torch.Tensor) -> HostCopy:
     return HostCopy(found) if capture is None else capture.copied(found)
 
 
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Return whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 _reasons: list[str] = []
 
 

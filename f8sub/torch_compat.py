@@ -747,11 +747,6 @@ def empty_strided(
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """Return whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def tensors_in_storage(tensor: torch.Tensor) -> int:
     """How many tensors, itself among them, and NumPy arrays lie in a tensor's storage."""
     storage = tensor.untyped_storage()  # the Python object counts, too

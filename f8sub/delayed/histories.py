@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.capture import current_capture, host_copy
+from f8sub.capture import current_capture, host_copy, is_capturing
 from f8sub.delayed.rolling import (
     Held,
     Histories,
@@ -39,7 +39,7 @@ from f8sub.delayed.state import (
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
-from f8sub.torch_compat import graph_task, is_capturing, no_dispatch_modes, remove_hook, running_ddp
+from f8sub.torch_compat import graph_task, no_dispatch_modes, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.master_weight import MasterWeight

@@ -24,9 +24,9 @@ from f8sub.kernels.grouped.gemm import is_one_by_one, is_one_by_one_format
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.quantize import quantize, quantize_experts
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
-from f8sub.linear.converted import ConvertedModule, products_of
+from f8sub.linear.converted import ConvertedModule, plan_of, products_of
 from f8sub.linear.dtensor import place
-from f8sub.linear.float8_linear import Float8Linear, plan_of, sources_of, weight_rowwise
+from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor

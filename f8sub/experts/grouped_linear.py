@@ -16,16 +16,16 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
-from f8sub.kernels import ops, reference
+from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.kernels.grouped import ops as grouped_ops
 from f8sub.kernels.grouped.gemm import in_high_precision, is_one_by_one
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_format, seen_transposed
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts, small_part_of
 from f8sub.kernels.scales import CURRENT_SOURCES, PriorScale, Sources, scale_now, with_inverse
 from f8sub.linear import autocast
-from f8sub.linear.converted import own_parameter
-from f8sub.linear.float8_linear import Float8Matmul, plan_of, sources_of
+from f8sub.linear.converted import own_parameter, plan_of
+from f8sub.linear.float8_linear import Float8Matmul, sources_of
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import cast_or_share, ends_of, sharing_tokens
 from f8sub.recipe import Recipe, get_recipe
@@ -172,7 +172,7 @@ def _columnwise(w: torch.Tensor, format: Float8Format, call: GroupedCall, dy: to
     rowwise = call.plan.recipe.fprop.b
     if rowwise is None:
         return quantize_experts(_values(w, call).transpose(1, 2), format)
-    after = ops.small_part_of(dy, None)
+    after = small_part_of(dy, None)
     return derive_columnwise_of_experts(rowwise_of_experts(w, rowwise, call), format, after)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from f8sub.capture import current_capture
+from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8RankMismatchError
 from f8sub.gradients.wire import Chunk, GradientChunks, Layout, add, chunk_size, layout_of, pack
 from f8sub.torch_compat import (
@@ -26,7 +26,6 @@ from f8sub.torch_compat import (
     all_gather,
     chunk_cat,
     is_alive,
-    is_capturing,
     reduce_dtype,
     reduce_scatter,
     reduce_scatter_of,

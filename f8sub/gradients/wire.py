@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from f8sub.capture import is_capturing
 from f8sub.errors import Float8ConfigError
 from f8sub.host_copy import sent_to
 from f8sub.kernels.triton import support
-from f8sub.torch_compat import is_capturing
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launch

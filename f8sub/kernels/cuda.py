@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from f8sub.capture import is_capturing
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, present
 from f8sub.kernels import reference
 from f8sub.kernels.grouped import operands
@@ -34,7 +35,6 @@ from f8sub.kernels.triton.support import (
     takes_slice,
     why_no_kernel,
 )
-from f8sub.torch_compat import is_capturing
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launches
@@ -189,16 +189,7 @@ def cast_into(
     offset: tuple[int, int],
     through: torch.dtype,
 ) -> None:
-    """Codes of a part of a matrix, with scales that are known; by the reference where no kernel takes them.
-
-    Args:
-        out: uint8, (rows, at least as many columns as the codes take); the rest is left alone.
-        x: (rows, cols), any float dtype.
-        scale: float32, the scales of all tiles of the matrix, in the shape that ``format`` has them.
-        format: the format of the codes.
-        offset: the row and column of the matrix that the part begins at.
-        through: the dtype that ``x`` is rounded to first.
-    """
+    """``reference.cast_into``; goes there for what no kernel takes."""
     part = ShardSlice(x.contiguous(), format, through, offset, scale, out.stride(0))
     if takes_slice(part) and out.stride(-1) == 1:
         from f8sub.kernels.triton import quantize_launch
@@ -206,9 +197,7 @@ def cast_into(
         with support.device_of(x):
             quantize_launch.part_cast(part, out[:, : x.shape[1]]).run()
         return
-    rounded = x.to(through)
-    codes = reference.codes_as_stored(rounded, reference.spread(scale, format.tile, x.shape, offset), format)
-    out[:, : codes.shape[1]] = codes.view(torch.uint8)
+    reference.cast_into(out, x, scale, format, offset, through)
 
 
 def cast_together(
@@ -270,19 +259,14 @@ def quantize_tokens(
     columnwise: Float8Format | None,
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
-    """``operands.quantize_tokens`` of both operands of groups in a row; goes there for what no kernel takes."""
+    """``operands.quantize_both`` of groups in a row; goes there for what no kernel takes."""
     # One kernel makes both usages of one format; two formats take a kernel each.
     if rowwise is not None and columnwise is not None and rowwise != columnwise:
         return quantize_tokens(x, groups, rowwise, None)[0], quantize_tokens(
             x, groups, None, columnwise, multiple
         )[1]
     if not _takes_groups(x, groups, rowwise, columnwise, multiple):
-        return (
-            None if rowwise is None else operands.quantize_tokens(x, groups, rowwise, contracted=False),
-            None
-            if columnwise is None
-            else operands.quantize_tokens(x, groups, columnwise, contracted=True, multiple=multiple),
-        )
+        return operands.quantize_both(x, groups, rowwise, columnwise, multiple)
     if columnwise is None and rowwise is not None and rowwise.tile in (ROWWISE, VECTOR):
         # No tile knows of a group.
         made = quantize(x, rowwise, None).rowwise

@@ -257,27 +257,14 @@ def gemm_as_one_node(backend: str, gemm_nt: Callable[..., torch.Tensor]) -> Call
     return run
 
 
-def derive_columnwise_in_backward(
-    rowwise: Operand, columnwise: Float8Format, after: torch.Tensor, any_layout: bool = False
+def derived_in_backward(
+    rowwise: Operand, columnwise: Float8Format, after: torch.Tensor, any_layout: bool
 ) -> Operand:
-    """``reference.derive_columnwise`` that a compiled graph cannot move into the forward pass.
-
-    Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner
-    hoists it and saves an unsharded weight for every layer (pytorch/ao#936). Taking ``after`` ties it down.
+    """``quantize.derive_columnwise_in_backward`` in compiled code.
 
     One node, unless the GEMM takes ``any_layout``: there the compiler re-encodes rows to columns, dequantizing inside
     of both of its kernels, which is tied down by the scales.
-
-    Args:
-        rowwise: (N, K) codes of the weight.
-        columnwise: format of the (K, N) result.
-        after: a small tensor, because all of it stays in memory, made in the backward pass; its values are not read.
-        any_layout: see ``reference.quantize``; compiled code is always row-major.
     """
-    if not torch.compiler.is_compiling():
-        if any_layout:
-            return reference.derive_columnwise(rowwise, columnwise, any_layout)
-        return cuda.derive_columnwise(rowwise, columnwise)
     both_seen = is_fusible(rowwise.format) and is_fusible(columnwise)
     if any_layout and both_seen and not rowwise.format.tile.is_transpose_of(columnwise.tile):
         scale_inv = copy_after(rowwise.scale_inv, after)
@@ -287,16 +274,6 @@ def derive_columnwise_in_backward(
         rowwise.data, rowwise.scale_inv, after, rowwise.format.name, columnwise.name
     )
     return Operand(data, scale_inv, columnwise, rowwise.global_scale_inv)
-
-
-def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
-    """``after`` of ``derive_columnwise_in_backward``: what is not known before ``dy``, (rows, cols), is.
-
-    ``quantized`` is an operand of ``dy`` with scales of its current amax, if there is one.
-    """
-    if not torch.compiler.is_compiling():
-        return dy
-    return dy[:1, :1] if quantized is None else quantized.scale_inv
 
 
 def _quantize_groups(

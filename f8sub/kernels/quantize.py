@@ -16,6 +16,7 @@ import torch
 
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import cuda, ops, reference
+from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, QuantizedTokens, quantize_with_prior
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, PriorScale, ScaleSource, largest_scale, smallest_scale
@@ -150,7 +151,8 @@ def quantize(
             return quantize_with_prior(x, groups, rowwise, columnwise, multiple, prior)
         if torch.compiler.is_compiling():
             return QuantizedTokens(*ops.quantized_groups(x, groups, rowwise, columnwise, multiple))
-        return QuantizedTokens(*cuda.quantize_tokens(x, groups, rowwise, columnwise, multiple))
+        kernel = operands.quantize_both if x.is_cpu else cuda.quantize_tokens
+        return QuantizedTokens(*kernel(x, groups, rowwise, columnwise, multiple))
     if torch.compiler.is_compiling():
         is_copied = columnwise is not None and not any_layout
         formats = [format for format in (rowwise, columnwise) if format is not None]
@@ -167,12 +169,43 @@ def quantize(
     return cuda.quantize(x, rowwise, columnwise, any_layout, prior)
 
 
+def derive_columnwise_in_backward(
+    rowwise: Operand, columnwise: Float8Format, after: torch.Tensor, any_layout: bool = False
+) -> Operand:
+    """``reference.derive_columnwise`` that a compiled graph cannot move into the forward pass.
+
+    Derived from a weight alone, the transposed copy would depend on nothing of the backward pass: a partitioner
+    hoists it and saves an unsharded weight for every layer (pytorch/ao#936). Taking ``after`` ties it down.
+
+    Args:
+        rowwise: (N, K) codes of the weight.
+        columnwise: format of the (K, N) result.
+        after: a small tensor, because all of it stays in memory, made in the backward pass; its values are not read.
+        any_layout: see ``reference.quantize``; compiled code is always row-major.
+    """
+    if torch.compiler.is_compiling():
+        return ops.derived_in_backward(rowwise, columnwise, after, any_layout)
+    if any_layout:
+        return reference.derive_columnwise(rowwise, columnwise, any_layout)
+    return cuda.derive_columnwise(rowwise, columnwise)
+
+
+def small_part_of(dy: torch.Tensor, quantized: Operand | None) -> torch.Tensor:
+    """``after`` of ``derive_columnwise_in_backward``: what is not known before ``dy``, (rows, cols), is.
+
+    ``quantized`` is an operand of ``dy`` with scales of its current amax, if there is one.
+    """
+    if not torch.compiler.is_compiling():
+        return dy
+    return dy[:1, :1] if quantized is None else quantized.scale_inv
+
+
 def quantize_experts(w: torch.Tensor, format: Float8Format) -> ExpertWeights:
     """Rowwise codes of all experts, (E, N, K): ``operands.quantize_weights``."""
     if torch.compiler.is_compiling():
         codes, scale_inv = ops.experts_as_one_node(w, format.name)
         return ExpertWeights(codes, scale_inv, format)
-    return cuda.quantize_experts(w, format)
+    return operands.quantize_weights(w, format) if w.is_cpu else cuda.quantize_experts(w, format)
 
 
 def derive_columnwise_of_experts(
@@ -180,10 +213,12 @@ def derive_columnwise_of_experts(
 ) -> ExpertWeights:
     """Columnwise codes of all experts: ``operands.derive_columnwise``.
 
-    ``after`` keeps it in the backward pass, see ``ops.derive_columnwise_in_backward``.
+    ``after`` keeps it in the backward pass, see ``derive_columnwise_in_backward``.
     """
     if torch.compiler.is_compiling():
         data, scale_inv, own = rowwise
         codes, scales = ops.derive_of_experts_as_one_node(data, scale_inv, after, own.name, format.name)
         return ExpertWeights(codes, scales, format)
+    if after.is_cpu:
+        return operands.derive_columnwise(rowwise, format)
     return cuda.derive_columnwise_of_experts(rowwise, format)

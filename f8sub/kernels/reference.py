@@ -113,6 +113,28 @@ def quantize(
     return Quantized(row, transposed(seen, columnwise, any_layout), largest)
 
 
+def cast_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    format: Float8Format,
+    offset: tuple[int, int],
+    through: torch.dtype,
+) -> None:
+    """Codes of a part of a matrix, with scales that are known.
+
+    Args:
+        out: uint8, (rows, at least as many columns as the codes take); the rest is left alone.
+        x: (rows, cols), any float dtype.
+        scale: float32, the scales of all tiles of the matrix, in the shape that ``format`` has them.
+        format: the format of the codes.
+        offset: the row and column of the matrix that the part begins at.
+        through: the dtype that ``x`` is rounded to first.
+    """
+    codes = codes_as_stored(x.to(through), spread(scale, format.tile, x.shape, offset), format)
+    out[:, : codes.shape[1]] = codes.view(torch.uint8)
+
+
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
     """The columnwise operand, (cols, rows), of (rows, cols) codes; ``any_layout`` as in ``quantize``.
 

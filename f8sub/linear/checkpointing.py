@@ -22,7 +22,7 @@ from f8sub.kernels.gemm.select import gemm_nt
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.grouped.ops import plain_rows_as_one_node, rows_as_one_node
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import autocast_dtype, dispatch_stack_size, reduce_scatter_node
+from f8sub.torch_compat import autocast_dtype, reduce_scatter_node
 
 aten = torch.ops.aten
 
@@ -105,17 +105,13 @@ class _Factor(Float8Tensor):
         return a.run(a.rowwise, b.columnwise)
 
 
-def multiply(
-    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool = False
+def mm_in_graph(
+    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
-    """``gemm_nt`` that a dispatch mode, if there is one, sees as ``aten.mm`` of (M, K) and (K, N)."""
-    if torch.compiler.is_dynamo_compiling():
-        enter_graph_functions()
-        formats = a.format.name, b.format.name
-        return _in_graph(backend, out_dtype, fast_accum, formats, len(a.tensors), *a.tensors, *b.tensors)
-    if dispatch_stack_size() > 0:  # a checkpointing policy, a FLOP counter, an export
-        return _as_mm(backend, a, b, out_dtype, fast_accum, traced=False)
-    return gemm_nt(backend, a, b, out_dtype, fast_accum)
+    """``as_mm`` in a function that dynamo traces."""
+    enter_graph_functions()
+    formats = a.format.name, b.format.name
+    return _in_graph(backend, out_dtype, fast_accum, formats, len(a.tensors), *a.tensors, *b.tensors)
 
 
 @in_graph
@@ -130,12 +126,13 @@ def _in_graph(
     """One node to dynamo, which cannot make a Float8Tensor in its graph; AOT autograd traces what is in it."""
     a_format, b_format = map(Float8Format.parse, formats)
     a, b = Operand.of(a_format, *tensors[:split]), Operand.of(b_format, *tensors[split:])
-    return _as_mm(backend, a, b, out_dtype, fast_accum, traced=True)
+    return as_mm(backend, a, b, out_dtype, fast_accum, traced=True)
 
 
-def _as_mm(
-    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool, *, traced: bool
+def as_mm(
+    backend: str, a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool, *, traced: bool = False
 ) -> torch.Tensor:
+    """``gemm_nt`` that dispatch modes see as ``aten.mm`` of (M, K) and (K, N); ``traced`` for a compiled graph."""
     # Asked here, where dynamo does not look: that of torch 2.11 takes all code that it compiles for exported.
     if torch.compiler.is_exporting():  # a mode of torch.export dispatches below the tensors' own
         return gemm_nt(backend, a, b, out_dtype, fast_accum, traced=True)

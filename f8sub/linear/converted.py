@@ -9,6 +9,7 @@ from typing_extensions import override
 from f8sub.errors import Float8ConfigError, jit_error
 from f8sub.formats import Float8Format
 from f8sub.kernels.gemm.select import Plan
+from f8sub.linear import autocast
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, reassigned
 from f8sub.weights.weight import casting, check_assigned, check_not_raw, exported, local_tensor
@@ -208,3 +209,8 @@ def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
     original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
     found: torch.Tensor = getattr(module, name) if original is None else original
     return found
+
+
+def plan_of(layer: Any, weight: torch.Tensor) -> Any:
+    """The plan of a forward of a converted module that begins now, for its product with ``weight``."""
+    return autocast.plan_in_use(layer, weight) if autocast.was_entered else layer.plan

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from f8sub.formats import Operand, present, why_not_derivable
-from f8sub.kernels.ops import copy_after, derive_columnwise_in_backward
-from f8sub.kernels.quantize import quantize
+from f8sub.kernels.ops import copy_after
+from f8sub.kernels.quantize import derive_columnwise_in_backward, quantize
 from f8sub.kernels.scales import GivenScale, PriorScale, ScaleSource
 from f8sub.linear.shared_input import Call, cast_or_share
 from f8sub.recipe import Recipe

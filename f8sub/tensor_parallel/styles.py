@@ -22,8 +22,9 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource, Sources
+from f8sub.linear.converted import plan_of
 from f8sub.linear.dtensor import Cut, Named
-from f8sub.linear.float8_linear import Float8Linear, Unnamed, plan_of, sources_of
+from f8sub.linear.float8_linear import Float8Linear, Unnamed, sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, compiling, untraced

@@ -46,6 +46,7 @@ class AmaxTable:
             parts = [sum(slots) + 1, *(region.size for region in regions.values())]
             self.whole = torch.zeros(sum(parts), dtype=torch.float32, device=device)
             self.amax, *self.parts = self.whole.split(parts)
+            self._by_kernels = support.takes(self.amax)
             self._scale = torch.ones(sum(slots), dtype=torch.float32, device=device)
             self._scale_inv = torch.ones_like(self._scale)
             # Each shard gets views of the three tensors. Scales that are written to the table are the shard's at once.
@@ -64,7 +65,7 @@ class AmaxTable:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
         # Zero is neutral in the all-reduce(MAX): a rank adds nothing to tiles that it holds no part of.
         self.amax.zero_()
-        if support.takes(self.amax):
+        if self._by_kernels:
             self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with no_torch_dispatch():
@@ -132,7 +133,7 @@ class AmaxTable:
     def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
         """Compute the scales of entries (amax, scale, scale_inv), all float32, by the rule of ``shard``."""
         (amax, scale, scale_inv), of_all = entries, shard.scales.global_scale_inv
-        if multi_tensor_launch.takes_amaxes(amax, shard.format, shard.dtype):
+        if self._by_kernels and multi_tensor_launch.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
                 multi_tensor_launch.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()
             return

@@ -99,7 +99,7 @@ class Guest:
         """``graph_step`` is about to capture a step; may raise Float8NumericsError."""
 
     def precompute(self) -> None:
-        """``precompute_scales`` begins; may raise Float8NumericsError."""
+        """``precompute_scales`` begins, and ``Conversion.counts_steps`` is True; may raise Float8NumericsError."""
 
     def requested(self) -> None:
         """``precompute_scales`` began all reductions; may raise Float8NumericsError."""

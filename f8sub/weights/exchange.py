@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from f8sub.capture import current_capture
+from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.torch_compat import after_reductions, graph_task, is_capturing
+from f8sub.torch_compat import after_reductions, graph_task
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout

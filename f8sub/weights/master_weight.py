@@ -15,12 +15,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
+from f8sub.capture import is_capturing
 from f8sub.formats import Float8Format, Operand, present
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
 from f8sub.tensor.op_schema import Operator, describe
 from f8sub.torch_compat import (
-    is_capturing,
     is_dtensor,
     no_torch_dispatch,
     no_torch_function,

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from f8sub.capture import current_capture, host_copy
+from f8sub.capture import current_capture, host_copy, is_capturing
 from f8sub.errors import Float8NumericsError
 from f8sub.host_copy import HostCopy, constant
-from f8sub.torch_compat import is_capturing
 from f8sub.weights.amax_table import bad_weights
 from f8sub.weights.conversion import Conversion, Guest
 from f8sub.weights.master_weight import MasterWeight, State

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8sub.capture import current_capture
+from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
-from f8sub.torch_compat import is_capturing, is_dtensor, untraced
+from f8sub.torch_compat import is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import Weight, local_tensor
@@ -48,7 +48,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
                     "captured; capture forward and backward alone, and call it after each optimizer step, or have "
                     "f8sub.graph_step capture the whole step"
                 )
-        for guest in conversion.guests:
+        for guest in conversion.guests if Conversion.counts_steps else ():
             guest.precompute()
         for exchange in conversion.exchanges.values():
             exchange.request()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from f8sub.capture import current_capture
+from f8sub.capture import current_capture, is_capturing
 from f8sub.formats import Float8Format, present
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
@@ -21,7 +21,6 @@ from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 from f8sub.kernels.triton.support import ALIGNMENT, ShardSlice
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
-    is_capturing,
     no_torch_function,
     preserve_version_counter,
     tree_map_only,
@@ -225,7 +224,8 @@ class Shard:
             values = values.to(self.dtype)
             scaled = values.float() * reference.spread(scale, format.tile, values.shape, offset)
             values = values.masked_fill(scaled.abs() > beyond_range * format.max, torch.nan)
-        cuda.cast_into(rows, values, scale, format, offset, self.dtype)
+        kernels = reference if values.is_cpu else cuda
+        kernels.cast_into(rows, values, scale, format, offset, self.dtype)
 
 
 class PendingCodes(torch.Tensor):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.kernels import cuda
+from f8sub.kernels.grouped import operands
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts
 
@@ -55,7 +55,7 @@ def ran(
     model = f8sub.convert_to_float8(kind(len(COUNTS), 32, 48), recipe, experts=True, skip_defaults=False)
     x = gaussian((sum(COUNTS) + 2, 32), generator(0)).requires_grad_()
     ends = torch.tensor(COUNTS).cumsum(0).to(dtype)
-    with mock.patch.object(cuda, "quantize_tokens", wraps=cuda.quantize_tokens) as cast:
+    with mock.patch.object(operands, "quantize_both", wraps=operands.quantize_both) as cast:
         y = model(x, ends)
         y.backward(gaussian(tuple(y.shape), generator(1)))
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())], cast.call_count
@@ -104,7 +104,7 @@ def test_what_changed_in_between_is_cast_anew(change):
     )
     model.change = change
     x, ends = gaussian((sum(COUNTS) + 2, 32), generator(0)), torch.tensor(COUNTS).cumsum(0)
-    with mock.patch.object(cuda, "quantize_tokens", wraps=cuda.quantize_tokens) as cast, torch.no_grad():
+    with mock.patch.object(operands, "quantize_both", wraps=operands.quantize_both) as cast, torch.no_grad():
         model(x, ends)
     assert cast.call_count == GATE_UP_DOWN
 

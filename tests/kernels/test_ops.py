@@ -11,7 +11,7 @@ from f8sub.formats import E2M1
 from f8sub.kernels import ops, reference, scales
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.block_scales import unflat
-from f8sub.kernels.quantize import quantize
+from f8sub.kernels.quantize import derive_columnwise_in_backward, quantize, small_part_of
 from tests.data_sets import gaussian, generator
 
 E4M3 = torch.float8_e4m3fn
@@ -124,7 +124,7 @@ def test_derivation_is_the_references(formats, shape):
     assert torch.equal(bits(data), bits(expected.data))
     derived = unflat(Operand(data, scale_inv, formats[1]))
     assert torch.equal(bits(derived.scale_inv), bits(expected.scale_inv))
-    eager = ops.derive_columnwise_in_backward(operand, formats[1], args[2])
+    eager = derive_columnwise_in_backward(operand, formats[1], args[2])
     assert torch.equal(bits(eager.data), bits(expected.data))
     assert eager.format == formats[1]
 
@@ -165,7 +165,7 @@ def test_dy_keeps_it_in_the_backward_graph(name, any_layout, tied):
         return graph
 
     def backward(dy):
-        derived = ops.derive_columnwise_in_backward(operand, columnwise, dy, any_layout)
+        derived = derive_columnwise_in_backward(operand, columnwise, dy, any_layout)
         return derived.data, derived.scale_inv
 
     torch._dynamo.reset()
@@ -193,13 +193,13 @@ def test_only_a_small_part_of_dy_is_handed_over():
 
     def backward(dy):
         row, *_ = reference.quantize(dy, FORMATS["tensorwise"][0], None)
-        parts.append((ops.small_part_of(dy, row).shape, ops.small_part_of(dy, None).shape))
+        parts.append((small_part_of(dy, row).shape, small_part_of(dy, None).shape))
         return row.data
 
     torch._dynamo.reset()
     torch.compile(backward, backend="eager", fullgraph=True)(dy)
     assert parts == [((1, 1), (1, 1))]
-    assert ops.small_part_of(dy, None) is dy
+    assert small_part_of(dy, None) is dy
 
 
 def traced(function, *args) -> tuple[tuple[torch.Tensor, ...], list[torch.fx.Node]]:
@@ -256,7 +256,7 @@ def test_codes_that_are_encoded_anew_in_compiled_code_are_transposed_by_a_node()
 
     def backward(data, scale_inv, dy):
         given = Operand(data, scale_inv, rowwise)
-        return ops.derive_columnwise_in_backward(given, columnwise, dy, True).tensors
+        return derive_columnwise_in_backward(given, columnwise, dy, True).tensors
 
     found, nodes = traced(backward, operand.data, operand.scale_inv, dy)
     assert same_operands(found, [reference.derive_columnwise(operand, columnwise)])

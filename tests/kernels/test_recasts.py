@@ -7,7 +7,7 @@ import torch
 
 from f8sub import Float8Format, Operand
 from f8sub.kernels import cuda, reference
-from f8sub.kernels.ops import derive_columnwise_in_backward
+from f8sub.kernels.quantize import derive_columnwise_in_backward
 from f8sub.kernels.triton import support
 from tests.data_sets import generator, make
 from tests.kernels.interpreted import interpreted, launched

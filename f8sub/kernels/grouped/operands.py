@@ -215,6 +215,22 @@ def quantize_tokens(
     return Tokens(codes.t() if contracted else codes, scales.scale_inv, format, found, contracted)
 
 
+def quantize_both(
+    x: torch.Tensor,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Tokens | None, Tokens | None]:
+    """``quantize_tokens`` of both operands of ``x``, None where not asked for; ``multiple`` is the columnwise one's."""
+    return (
+        None if rowwise is None else quantize_tokens(x, groups, rowwise, contracted=False),
+        None
+        if columnwise is None
+        else quantize_tokens(x, groups, columnwise, contracted=True, multiple=multiple),
+    )
+
+
 class QuantizedTokens(NamedTuple):
     """Both operands of tokens, None where not asked for, as ``reference.Quantized`` of a matrix.
 

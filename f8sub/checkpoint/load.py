@@ -20,7 +20,7 @@ from f8sub.checkpoint.load_codes import (
     in_order,
     plan_for,
 )
-from f8sub.checkpoint.names import Piece, other_names, unwrapped
+from f8sub.checkpoint.names import Piece, Rename, other_names, renamed, unwrapped
 from f8sub.checkpoint.quantization_config import (
     StoredTensor,
     described_tile,
@@ -29,7 +29,7 @@ from f8sub.checkpoint.quantization_config import (
     scale_of,
 )
 from f8sub.checkpoint.reader import CONFIG, Checkpoint, some
-from f8sub.checkpoint.stream import Progress, Rename, renamed
+from f8sub.checkpoint.stream import Progress
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.convert.primary_weights import reread_shards
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
@@ -129,8 +129,7 @@ def load_float8(
         for part in sources:
             if isinstance(part.module, Float8Linear):
                 # As of a state dict that has this parameter alone.
-                for guest in part.module.converted.layer_guests:
-                    guest.loaded(part.module, {part.attribute: part.tensor}, "")
+                part.module.converted.layer_loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
         _warn_of_second_cast(again)
 

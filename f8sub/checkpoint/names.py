@@ -12,13 +12,14 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from f8sub.convert.checks import quantizers_steps
+from f8sub.errors import Float8ConfigError
 from f8sub.torch_compat import is_fsdp_module
 
 _PARTS = 4
@@ -44,6 +45,19 @@ class Piece(NamedTuple):
 
 Shapes = Mapping[str, tuple[int, ...]]
 Pieces = dict[str, list[Piece]]
+
+Rename = Callable[[str], str]
+"""From a tensor's name in a checkpoint of the model to the engine's."""
+
+
+def renamed(name: str, rename: Rename | None) -> str:
+    """Return the name that ``rename`` gives; Float8ConfigError where that is none."""
+    if rename is not None and not callable(rename):
+        raise Float8ConfigError(f"rename is a function from a name to another, got {rename!r}")
+    found: object = name if rename is None else rename(name)
+    if not isinstance(found, str):
+        raise Float8ConfigError(f"rename returned {found!r} for {name!r}, which is no name")
+    return found
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,7 @@ from f8sub.checkpoint.gathered import (
     operand_of,
     tied_layers,
 )
-from f8sub.checkpoint.names import Pieces, unwrapped
+from f8sub.checkpoint.names import Pieces, Rename, renamed, unwrapped
 from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.convert.filters import kinds
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
@@ -26,9 +26,6 @@ from f8sub.weights.weight import Weight, local_tensor, master_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-Rename = Callable[[str], str]
-"""From a tensor's name in a checkpoint of the model to the engine's."""
 
 Progress = Callable[[list[str]], Iterable[str]]
 """Given the names of parameters and buffers, it returns them again, to show how far a loop is: ``tqdm.tqdm``."""
@@ -62,16 +59,6 @@ class Exported(NamedTuple):
         return layouts.quantization_config(
             self.layout, formats, [named(fqn) for fqn in self.in_high_precision]
         )
-
-
-def renamed(name: str, rename: Rename | None) -> str:
-    """Return the name that ``rename`` gives; Float8ConfigError where that is none."""
-    if rename is not None and not callable(rename):
-        raise Float8ConfigError(f"rename is a function from a name to another, got {rename!r}")
-    found: object = name if rename is None else rename(name)
-    if not isinstance(found, str):
-        raise Float8ConfigError(f"rename returned {found!r} for {name!r}, which is no name")
-    return found
 
 
 def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> Exported:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
 from f8sub.linear.float8_linear import Float8Linear
@@ -50,32 +49,6 @@ def _reduce(layer: Float8Linear, protocol: Any) -> Any:
 def _new_layer(cls: type[torch.nn.Linear]) -> Float8Linear:
     both = float8_class(cls)
     return both.__new__(both)
-
-
-def why_not_class(module: torch.nn.Linear) -> str | None:
-    """Return why a linear layer's class cannot become a float8 one; None where it can.
-
-    What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
-    """
-    name = type(module).__name__
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        return (
-            "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
-            "with nn.Linear layers and F.scaled_dot_product_attention"
-        )
-    # prune and the older weight_norm and spectral_norm of torch.nn.utils make the weight in a hook before forward.
-    if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
-        return "its weight is parametrized"
-    if module.weight.dim() != 2:
-        return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
-    # An instance's own forward runs instead of any class's.
-    if "forward" in vars(module):
-        return f"something replaced the forward of this {name}; convert first, then wrap its forward"
-    if type(module).__module__.startswith("torchao."):
-        return f"it is torchao's {name}; convert a model by one library"
-    if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
-        return f"its class {name} overrides nn.Linear's forward"
-    return None
 
 
 class FusedEncoders(LayerGuest):

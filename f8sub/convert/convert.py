@@ -32,9 +32,10 @@ from f8sub.convert.filters import (
     RecipeOrName,
     Selection,
     idle_patterns,
+    layer_keep_x,
     layer_recipes,
 )
-from f8sub.convert.keep_x import KeepX, SharedInputs, layer_keep_x, refuse_unkeepable
+from f8sub.convert.keep_x import KeepX, SharedInputs, refuse_unkeepable
 from f8sub.convert.messages import ReferenceWarning, nothing_converted, refuse_foreign, warn_of_reencoding
 from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
 from f8sub.convert.swiglu_input import round_to_float8

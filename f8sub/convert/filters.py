@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from f8sub.convert.class_swap import why_not_class
+from f8sub.convert.class_swap import extensions
 from f8sub.convert.defaults import default_reasons, too_small
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.saved_input import AUTO, KEEP_X
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.weights.weight import is_of_tensors
 
@@ -116,6 +118,21 @@ def layer_recipes(recipe: RecipeOrName | Mapping[str, RecipeOrName]) -> LayerCho
     return LayerChoices("recipe", recipe, get_recipe, None)
 
 
+def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
+    """Return what each layer keeps of x, one of ``KEEP_X``; "auto" where no pattern matches.
+
+    Raises:
+        Float8ConfigError: another word, or a key that is no pattern.
+    """
+
+    def read(chosen: Any) -> str:
+        if chosen not in KEEP_X:
+            raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
+        return str(chosen)
+
+    return LayerChoices("keep_x", keep_x, read, AUTO)
+
+
 @dataclass(frozen=True)
 class Selection:
     """Holds a caller's choice of the layers that ``convert_to_float8`` converts, and of their recipes.
@@ -196,6 +213,32 @@ class Selection:
         if any(size % MULTIPLE or not size for size in sizes):
             return f"in_features={sizes[0]}, out_features={sizes[1]}: both have to be multiples of {MULTIPLE}"
         return why_not_weight(module.weight)
+
+
+def why_not_class(module: torch.nn.Linear) -> str | None:
+    """Return why a linear layer's class cannot become a float8 one; None where it can.
+
+    What decides is whose forward runs: a subclass that inherits nn.Linear's is converted with all that it adds.
+    """
+    name = type(module).__name__
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return (
+            "nn.MultiheadAttention reads this weight itself and never calls the layer; for float8 write attention "
+            "with nn.Linear layers and F.scaled_dot_product_attention"
+        )
+    # prune and the older weight_norm and spectral_norm of torch.nn.utils make the weight in a hook before forward.
+    if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
+        return "its weight is parametrized"
+    if module.weight.dim() != 2:
+        return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
+    # An instance's own forward runs instead of any class's.
+    if "forward" in vars(module):
+        return f"something replaced the forward of this {name}; convert first, then wrap its forward"
+    if type(module).__module__.startswith("torchao."):
+        return f"it is torchao's {name}; convert a model by one library"
+    if type(module).forward is not torch.nn.Linear.forward and type(module) not in extensions:
+        return f"its class {name} overrides nn.Linear's forward"
+    return None
 
 
 def _check_filter(function: Any) -> None:

@@ -1,33 +1,16 @@
-"""Reads ``keep_x``, refuses what recipes cannot keep, and opens the scopes in which siblings share an x."""
+"""Refuses what recipes cannot keep of x, and opens the scopes in which siblings share an x."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from typing_extensions import override
 
 from f8sub.convert.checks import Chosen
-from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.linear.saved_input import AUTO, KEEP_X, why_not_kept
+from f8sub.linear.saved_input import AUTO, why_not_kept
 from f8sub.linear.shared_input import close_scope, open_scope
 from f8sub.weights.conversion import Conversion, LayerGuest
-
-
-def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
-    """Return what each layer keeps of x, one of ``KEEP_X``; "auto" where no pattern matches.
-
-    Raises:
-        Float8ConfigError: another word, or a key that is no pattern.
-    """
-
-    def read(chosen: Any) -> str:
-        if chosen not in KEEP_X:
-            raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
-        return str(chosen)
-
-    return LayerChoices("keep_x", keep_x, read, AUTO)
 
 
 def refuse_unkeepable(chosen: Sequence[Chosen]) -> None:

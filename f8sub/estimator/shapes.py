@@ -10,8 +10,7 @@ import torch
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.convert import experts_reasons
 from f8sub.convert.defaults import HEAD, default_reasons
-from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_recipes
-from f8sub.convert.keep_x import layer_keep_x
+from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_keep_x, layer_recipes
 from f8sub.convert.other_weights import (
     ROOT,
     active_share,

@@ -133,8 +133,7 @@ class ConvertedModule(torch.nn.Module):
         self.converted.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.converted.loaded()
-        for guest in self.converted.layer_guests:
-            guest.loaded(self, state_dict, prefix)
+        self.converted.layer_loaded(self, state_dict, prefix)
         for name, kind in kinds.items():
             reassigned(self.converted.record_of(self, name), before[name], kind)
 

@@ -266,6 +266,7 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
     """
 
     keep_x: str
+    _stored: Mapping[str, bool] = {"weight": False}  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Float8ConfigError(
@@ -311,14 +312,7 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
             autocast.remember(self, plan, y)
         return y if whole is None else whole(y)
 
-    @property
-    def _stored(self) -> Mapping[str, bool]:
-        return _WEIGHT
-
     def format_of(self, name: str) -> Float8Format | None:
         """The format that one of the GEMMs reads the weight in, fprop's before the others'."""
         recipe = self.plan.recipe
         return recipe.fprop.b or recipe.dgrad.b or recipe.wgrad.b
-
-
-_WEIGHT = {"weight": False}

@@ -52,7 +52,10 @@ class Region(Protocol):
 
 
 class Guest:
-    """Takes part in what the weights of a conversion do together; a subclass overrides what it needs."""
+    """Takes part in what the weights of a conversion do together; a subclass overrides what it needs.
+
+    ``before_state_dict``, ``loaded``, ``stepped``, ``precompute`` are called once ``Conversion.counts_steps`` is True.
+    """
 
     def __init__(self, conversion: "Conversion") -> None:
         """Begin with a conversion that has no weights yet."""
@@ -87,7 +90,7 @@ class Guest:
         """An optimizer is about to step these parameters; may raise Float8ConfigError."""
 
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
-        """An optimizer has just stepped these parameters; called once ``Conversion.counts_steps`` is True."""
+        """An optimizer has just stepped these parameters."""
 
     def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
         """Another rank stepped these weights, or is late; this one did not, and reduces all regions with it."""
@@ -99,7 +102,7 @@ class Guest:
         """``graph_step`` is about to capture a step; may raise Float8NumericsError."""
 
     def precompute(self) -> None:
-        """``precompute_scales`` begins, and ``Conversion.counts_steps`` is True; may raise Float8NumericsError."""
+        """``precompute_scales`` begins; may raise Float8NumericsError."""
 
     def requested(self) -> None:
         """``precompute_scales`` began all reductions; may raise Float8NumericsError."""
@@ -124,7 +127,7 @@ class LayerGuest:
         """The layers of a model were converted."""
 
     def loaded(self, layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """The layer's entries of a state dict were loaded."""
+        """The layer's entries of a state dict were loaded; called once ``Conversion.counts_steps`` is True."""
 
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:
         """Return what must be equal on every rank for a layer, by its name in the error."""
@@ -268,6 +271,11 @@ class Conversion:
         """Return the guest of a feature."""
         return next(guest for guest in self.guests if isinstance(guest, kind))
 
+    @property
+    def guests_with_past(self) -> Sequence[Guest]:
+        """The guests, once what happens from step to step matters to any; until then a step asks none of them."""
+        return self.guests if Conversion.counts_steps else ()
+
     def refresh(self, *, asked: bool = False, gathered: bool = False) -> None:
         """Enter the weights that were sharded since the last look, which every rank knows.
 
@@ -307,7 +315,7 @@ class Conversion:
 
     def settle(self) -> None:
         """Have guests finish what a state dict holds, which is about to be taken or loaded."""
-        for guest in self.guests:
+        for guest in self.guests_with_past:
             guest.before_state_dict()
 
     def keep_memory(self, module: torch.nn.Module) -> None:
@@ -319,8 +327,13 @@ class Conversion:
         """Enter that a state dict was loaded into one of the modules."""
         self.changes += 1
         self._kept.clear()
-        for guest in self.guests:
+        for guest in self.guests_with_past:
             guest.loaded()
+
+    def layer_loaded(self, layer: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """Enter that a layer's entries of a state dict were loaded."""
+        for guest in self.layer_guests if Conversion.counts_steps else ():
+            guest.loaded(layer, state_dict, prefix)
 
     def _enter(self, new: Sequence[tuple[WeightRecord, "DTensor"]], asked: bool) -> None:
         """Give shards to weights that were sharded, and exchanges to the shards."""

@@ -48,7 +48,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
                     "captured; capture forward and backward alone, and call it after each optimizer step, or have "
                     "f8sub.graph_step capture the whole step"
                 )
-        for guest in conversion.guests if Conversion.counts_steps else ():
+        for guest in conversion.guests_with_past:
             guest.precompute()
         for exchange in conversion.exchanges.values():
             exchange.request()

@@ -1,7 +1,8 @@
 """The map of the code and the lists of files in docs/architecture.md.
 
 Which room imports which is read from the sources. The files of a flow are those that run: a small layer is trained,
-alone and under FSDP2 on two ranks, and every file of f8sub is noted when it is first entered.
+alone and under FSDP2 on two ranks, experts are trained, a checkpoint is loaded and a model estimated, and every file of
+f8sub is noted when it is first entered.
 
     python scripts/tables/architecture.py --write-docs
 """
@@ -13,6 +14,7 @@ import collections
 import functools
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -146,6 +148,49 @@ def flows() -> dict[str, list[str]]:
     return found
 
 
+class Experts(nn.Module):
+    """Two products of four experts of 64 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 64))
+        self.down = nn.Parameter(torch.randn(4, 64, 64))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Multiply x (M, 64), sorted by expert, by both weights of each row's expert."""
+        return f8sub.grouped_linear(f8sub.grouped_linear(x, self.up, ends), self.down, ends)
+
+
+def counted_flows() -> dict[str, list[str]]:
+    """Modules of a step of experts, of a load and of an estimate, each like every later one; in this process."""
+    torch.manual_seed(0)
+    f8sub.register_experts(Experts)
+    experts = f8sub.convert_to_float8(nn.Sequential(Experts()), "rowwise", experts=True)
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    x, ends = torch.randn(64, 64, requires_grad=True), torch.tensor([16, 32, 48, 64])
+
+    def step() -> None:
+        experts[0](x, ends).sum().backward()
+
+    def layer() -> nn.Module:
+        made = nn.Sequential(nn.Linear(256, 256, dtype=torch.bfloat16))
+        return f8sub.convert_to_float8(made, "blockwise", skip_defaults=False)
+
+    for _ in range(2):  # what happens once is no part of a flow
+        step()
+        optimizer.step()
+    found = {"experts": Visits().during(step)}
+    with tempfile.TemporaryDirectory() as folder:
+        f8sub.save_float8(layer(), folder)
+        f8sub.load_float8(layer(), folder)
+        loaded = layer()
+        found["load"] = Visits().during(lambda: f8sub.load_float8(loaded, folder))
+    large = nn.Sequential(nn.Linear(1024, 1024))
+    f8sub.estimate(large)
+    found["estimate"] = Visits().during(lambda: f8sub.estimate(large))
+    return found
+
+
 def path_of(module: str) -> Path:
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -202,14 +247,24 @@ def diagram() -> str:
     return "\n".join([*lines, "```"])
 
 
-def tables(found: dict[str, list[str]]) -> dict[str, str]:
+def counted_table(counted: dict[str, list[str]]) -> str:
+    """A line for each flow that has no table of its own, with its files."""
+    titles = {"experts": "a step of experts", "load": "`load_float8`", "estimate": "`estimate`"}
+    rows = []
+    for name, modules_of in counted.items():
+        files = " ".join(f"`{path_of(each).relative_to(PACKAGE).with_suffix('')}`" for each in modules_of)
+        rows.append(f"| {titles[name]} | {len(modules_of)} | {files} |")
+    return "\n".join(["| flow | files | which |", "| --- | --- | --- |", *rows])
+
+
+def tables(found: dict[str, list[str]], counted: dict[str, list[str]]) -> dict[str, str]:
     """Marker -> table, of docs/architecture.md."""
     flows_of = {name: flow_table(names) for name, names in found.items()}
-    return {"map": diagram(), "rooms": room_table(), **flows_of}
+    return {"map": diagram(), "rooms": room_table(), **flows_of, "counted": counted_table(counted)}
 
 
 def main(write_docs: bool = False) -> None:
-    made = tables(on_ranks(2, flows)[0])
+    made = tables(on_ranks(2, flows)[0], counted_flows())
     if write_docs:
         for marker, table in made.items():
             write_between_markers(marker, f"{table}\n\n<sub>`{COMMAND}`</sub>")

@@ -47,7 +47,7 @@ def multiplied(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, tuple[t
     """Codes and scales of w that each layer's fprop multiplies in a forward under autocast to ``dtype``."""
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     running: list[str] = []
-    multiply = float8_linear.multiply
+    multiply = float8_linear.gemm_nt
 
     def recorded(backend: str, a: Any, b: Any, *args: Any) -> torch.Tensor:
         found[running[-1]] = b.data.clone(), b.scale_inv.clone()
@@ -61,7 +61,7 @@ def multiplied(model: nn.Module, dtype: torch.dtype = BF16) -> dict[str, tuple[t
                 hooks.append(part.module.register_forward_pre_hook(enter))
     tokens = torch.arange(8).view(1, 8)
     with (
-        mock.patch.object(float8_linear, "multiply", recorded),
+        mock.patch.object(float8_linear, "gemm_nt", recorded),
         torch.no_grad(),
         torch.autocast("cpu", dtype),
     ):

@@ -93,7 +93,7 @@ def test_a_first_step_multiplies_what_quantize_shows(margin, dy_margin, margin_o
         multiplied.append((a, b))
         return select.gemm_nt(backend, a, b, *how)
 
-    monkeypatch.setattr(float8_linear, "multiply", seen)
+    monkeypatch.setattr(float8_linear, "gemm_nt", seen)
     run(layer, x, dy)
     (x_row, w_row), (dy_row, w_col), (dy_col, x_col) = multiplied
     cases = {

@@ -93,13 +93,13 @@ def test_weights_that_are_not_sharded(recipe):
 def made_in_backward(y: torch.Tensor, kept: dict[int, int]) -> int:
     """Bytes of what the GEMMs of ``y``'s backward read in float8, but for storages that are ``kept``."""
     read: list[torch.Tensor] = []
-    gemm_nt = float8_linear.multiply
+    gemm_nt = float8_linear.gemm_nt
 
     def spy(backend: str, a: Any, b: Any, *args: Any) -> torch.Tensor:
         read.extend((*a.tensors, *b.tensors))
         return gemm_nt(backend, a, b, *args)
 
-    with mock.patch.object(float8_linear, "multiply", spy):
+    with mock.patch.object(float8_linear, "gemm_nt", spy):
         y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
     return sum(size for address, size in storages(read).items() if address not in kept)
 

@@ -66,7 +66,7 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
     torch.manual_seed(0)
     model = transformer(recipe)
     multiplied, measured = set(), []
-    multiply, measure = float8_linear.multiply, sample.add_measured
+    multiply, measure = float8_linear.gemm_nt, sample.add_measured
 
     def record_product(backend, a, b, *rest):
         multiplied.update(operand.data.view(torch.uint8).numpy().tobytes() for operand in (a, b))
@@ -78,7 +78,7 @@ def test_what_is_measured_is_what_the_layer_multiplies(recipe):
 
     monitor = f8sub.Monitor(model, every=1)
     with (
-        mock.patch.object(float8_linear, "multiply", record_product),
+        mock.patch.object(float8_linear, "gemm_nt", record_product),
         mock.patch.object(sample, "add_measured", record_measured),
         monitor,
     ):

@@ -151,7 +151,7 @@ class GroupedConfig:
         rows: of a tile, a power of two; ``persistent``: 128.
         cols: of a tile, a power of two, at most 128; ``persistent``: 256.
         stages: blocks of K that are loaded ahead.
-        persistent: ``grouped_gemm_sm90.multiply_groups_persistently``; else ``grouped_gemm.multiply_groups``.
+        persistent: ``gemm_sm90.multiply_persistently``; else ``grouped_gemm.multiply_groups``.
         group: tiles of one column that are computed one after the other, so that L2 holds what they share.
         blocks: of K that a pass of the persistent kernel's loop takes, a divisor of ``stages``: each sum is filled
             up to whole passes.

@@ -10,7 +10,7 @@ from f8sub.formats import ALL, Operand
 from f8sub.kernels.gemm import block_scales
 from f8sub.kernels.gemm.block_scales import ALIGNMENT, BLOCK
 from f8sub.kernels.gemm.tuning import Config, GroupedConfig, Rows
-from f8sub.kernels.triton import gemm, gemm_sm90, grouped_gemm, grouped_gemm_sm90
+from f8sub.kernels.triton import gemm, gemm_sm90, grouped_gemm
 from f8sub.kernels.triton.launch import Launch
 from f8sub.kernels.triton.quantize_launch import cdiv
 from f8sub.kernels.triton.triton_compat import LaidOutDescriptor, TensorDescriptor, gl
@@ -22,12 +22,26 @@ REGISTERS = {"MULTIPLIERS": 240, "LOADER": 24}
 """Registers of a thread of each warpgroup of ``multiply_persistently``: two multipliers and a loader fit in 65536."""
 
 
+OF_ONE_GROUP = {
+    **dict.fromkeys(("table_ptr", "GROUPS", "A_LINES", "b_group_stride")),
+    **dict.fromkeys(("OVER_ROWS", "FAST"), False),
+}
+"""Arguments of ``multiply_persistently`` for a product of two matrices, which needs no table."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleBlock:
-    """Tells what one scale serves: ``edge`` rows, 1 where scales are not of squares, by ``depth`` blocks of K."""
+    """Tells what one scale of an operand serves.
+
+    Attributes:
+        edge: rows, 1 where scales are not of squares; 0 where scales are applied to the whole sum.
+        depth: blocks of K.
+        is_by_line: of scales that are applied to the whole sum, whether there is one per row; else one per group.
+    """
 
     edge: int
     depth: int
+    is_by_line: bool = False
 
 
 def multiplication(
@@ -53,7 +67,7 @@ def multiplication(
     }
     tiles = cdiv(rows, config.rows) * cdiv(cols, config.cols)
     if config.persistent:
-        arguments |= REGISTERS
+        arguments |= REGISTERS | OF_ONE_GROUP
         return [
             Launch(gemm_sm90.multiply_persistently, min(tiles, programs), arguments, {"num_warps": 4})
         ], out
@@ -121,21 +135,6 @@ AT_ONCE = 16
 
 ZEROED = 1024
 """Elements of a row past the last group that are written at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedScaleBlock:
-    """Tells what one scale of a grouped operand serves.
-
-    Attributes:
-        edge: rows, 1 where scales are not of squares; 0 where scales are applied to the whole sum.
-        depth: blocks of K.
-        is_by_line: of scales that are applied to the whole sum, whether there is one per row; else one per group.
-    """
-
-    edge: int
-    depth: int
-    is_by_line: bool = False
 
 
 def product_by_rows(
@@ -268,7 +267,7 @@ def _grouped_multiplication(
     is_fast = fast_accum and arguments["A"].edge == arguments["B"].edge == 0
     arguments |= {"CONFIG": config, "OVER_ROWS": over_rows, "FAST": is_fast}
     if config.persistent:
-        kernel = grouped_gemm_sm90.multiply_groups_persistently
+        kernel = gemm_sm90.multiply_persistently
         return Launch(kernel, min(tiles, programs), arguments | REGISTERS, {"num_warps": 4})
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return Launch(grouped_gemm.multiply_groups, tiles, arguments, options)
@@ -288,14 +287,14 @@ def _grouped_side(
     tile, scale = operand.format.tile, operand.scale_inv
     stride = group_stride = 0
     if tile.cols == ALL:
-        reading, scale = GroupedScaleBlock(0, 1, tile.rows == 1), scale.contiguous()
+        reading, scale = ScaleBlock(0, 1, tile.rows == 1), scale.contiguous()
     elif tile.rows != 1:
-        reading, scale = GroupedScaleBlock(tile.rows, tile.cols // BLOCK), scale.contiguous()
+        reading, scale = ScaleBlock(tile.rows, tile.cols // BLOCK), scale.contiguous()
         stride, group_stride = scale.shape[-1], scale.numel() // groups if groups else 0
     else:
         by_line = Operand(codes, scale.reshape(-1, scale.shape[-1]), operand.format)
         vectors = block_scales.vectors(by_line).t()
-        reading, stride = GroupedScaleBlock(1, 1), vectors.stride(0)
+        reading, stride = ScaleBlock(1, 1), vectors.stride(0)
         scale = vectors
         if persistent and loads_scales:
             scale = LaidOutDescriptor.from_tensor(vectors, [1, lines], layout(0, 32))

@@ -1,7 +1,7 @@
 """Grouped products, in Triton: rows with the matrix of their group, and sums over the rows of each group.
 
 Where groups lie is known to the GPU alone. So a first kernel writes a table of the tiles, and a second one multiplies
-them: ``multiply_groups`` of any number of columns, or ``grouped_gemm_sm90.multiply_groups_persistently``.
+them: ``multiply_groups`` of any number of columns, or ``gemm_sm90.multiply_persistently``.
 
 By rows, (M, K) x (E, N, K) -> (M, N), the table begins with the number of tiles along M, padded to ``FIELDS``; then
 comes a row per tile: the group, its first row in ``a``, its first row in the result, and the row there after the
@@ -111,7 +111,7 @@ def multiply_groups(
 
     By rows M is not read, N are the columns of each group's matrix and BLOCKS those of K; over rows the results of all
     groups are (M, N). ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128), of A_LINES and B_LINES
-    rows in all. A and B are ``gemm_launch.GroupedScaleBlock``s. FAST leaves sums to the tensor cores' accumulators.
+    rows in all. A and B are ``gemm_launch.ScaleBlock``s. FAST leaves sums to the tensor cores' accumulators.
     """
     ROWS: tl.constexpr = CONFIG.rows
     COLS: tl.constexpr = CONFIG.cols

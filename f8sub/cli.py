@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS
 from f8sub.recipe import recipe_names
 from f8sub.recipes import DEFAULT
 from f8sub.version import __version__
+
+if TYPE_CHECKING:
+    from f8sub.estimator.results import Estimate, StepEstimate
 
 
 def add_choice(
@@ -63,14 +66,25 @@ def one_of(what: str, text: str, names: Iterable[str]) -> str:
     return of_text[text.lower()]
 
 
+def command(commands: Any, name: str, words: str, usage: str) -> argparse.ArgumentParser:
+    """Add a command to the subparsers ``commands``; ``words`` say what it does."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
+    )
+    return made
+
+
+def ended(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace], Any], printed: str) -> None:
+    """Add ``--json``, the last option of each command, and what runs the command."""
+    made.add_argument("--json", action="store_true", help=f"print {printed} as JSON")
+    made.set_defaults(run=run)
+
+
 def add_doctor(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "what of f8sub works on this machine, proved by running it; status 1 where no recipe is native"
-    made = commands.add_parser(
-        "doctor", help=words, description=f"{words[0].upper()}{words[1:]}.", usage="%(prog)s [--json]"
-    )
-    made.add_argument("--json", action="store_true", help="print all that was found as JSON")
-    made.set_defaults(run=run_doctor)
+    made = command(commands, "doctor", words, "%(prog)s [--json]")
+    ended(made, run_doctor, "all that was found")
 
 
 def run_doctor(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -86,10 +100,7 @@ EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPER
 def add_inspect(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
-    usage = "%(prog)s MODEL [options]"
-    made = commands.add_parser(
-        "inspect", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
-    )
+    made = command(commands, "inspect", words, "%(prog)s MODEL [options]")
     made.add_argument("model", metavar="MODEL", help=FORMS)
     add_choice(made, "--recipe", recipe_names(), "all by default", nargs="+")
     of_gpu = {"nargs": "+", "default": list(GPUS), "find": lambda text: gpu_of(text).name}
@@ -97,15 +108,14 @@ def add_inspect(commands: Any) -> None:
     made.add_argument("--tokens", type=int, default=8192, help="of one GPU in a step (8192)")
     made.add_argument("--sequence", type=int, help="tokens that attend to each other (all of them)")
     made.add_argument("--mesh", default="8", help="GPUs that shard the weights; REPLICASxSHARDS for HSDP (8)")
+    add_layers(made)
+    ended(made, run_inspect, "all figures")
+
+
+def add_layers(made: argparse.ArgumentParser) -> None:
+    """Add the options of checkpointing and of the layers that are converted."""
     add_choice(made, "--checkpoint", CHECKPOINTS, f"({SELECTIVE})", default=SELECTIVE)
     made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
-    add_experts(made)
-    made.add_argument("--json", action="store_true", help="print all figures as JSON")
-    made.set_defaults(run=run_inspect)
-
-
-def add_experts(made: argparse.ArgumentParser) -> None:
-    """Add the option ``--experts``."""
     default = str(EXPERTS).lower()
     words = f"whether experts of a mixture are converted, auto: those that gain ({default})"
     add_choice(made, "--experts", EXPERTS_WORDS, words, default=default)
@@ -134,9 +144,14 @@ def run_inspect(arguments: argparse.Namespace) -> tuple[str, int]:
         skip=arguments.skip,
         experts=EXPERTS_WORDS[arguments.experts],
     )
+    return printed(arguments, found), 0
+
+
+def printed(arguments: argparse.Namespace, found: "Estimate | StepEstimate") -> str:
+    """Return an estimate's page, or all of its figures as JSON."""
     if arguments.json:
-        return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0
-    return str(found), 0
+        return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1)
+    return str(found)
 
 
 OPTIONS = (
@@ -149,10 +164,7 @@ OPTIONS = (
 def add_estimate(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "a step's time on 8 to 1024 GPUs, and what float8 adds to it part by part; needs no GPU"
-    usage = "%(prog)s MODEL [options]"
-    made = commands.add_parser(
-        "estimate", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
-    )
+    made = command(commands, "estimate", words, "%(prog)s MODEL [options]")
     made.add_argument("model", metavar="MODEL", help=FORMS)
     made.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 128, 1024], help="(8 64 128 1024)")
     of_gpu = {"default": "H100", "find": lambda text: gpu_of(text, KINDS).name}
@@ -166,11 +178,8 @@ def add_estimate(commands: Any) -> None:
     add_choice(made, "--recipe", recipe_names(), f"({DEFAULT})", default=DEFAULT)
     words = "of gradients, but in the last row (float32); e4m3-flat is one exchange over all hosts"
     add_choice(made, "--reduction", REDUCTIONS, words, default=FLOAT32)
-    add_choice(made, "--checkpoint", CHECKPOINTS, f"({SELECTIVE})", default=SELECTIVE)
-    made.add_argument("--skip", nargs="+", default=[], help="patterns of layers to leave in bf16")
-    add_experts(made)
-    made.add_argument("--json", action="store_true", help="print all figures as JSON")
-    made.set_defaults(run=run_estimate)
+    add_layers(made)
+    ended(made, run_estimate, "all figures")
 
 
 def run_estimate(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -182,9 +191,7 @@ def run_estimate(arguments: argparse.Namespace) -> tuple[str, int]:
     given = vars(arguments)
     options = {name: given[name] for name in OPTIONS} | {"experts": EXPERTS_WORDS[arguments.experts]}
     found = estimate_step(load(arguments.model), arguments.gpus, **options)
-    if arguments.json:
-        return json.dumps({"model": arguments.model, **found.as_dict()}, indent=1), 0
-    return str(found), 0
+    return printed(arguments, found), 0
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -193,10 +200,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def add_export(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
     words = "cast a finished checkpoint to the codes that training multiplied, for inference engines; needs no GPU"
-    usage = "%(prog)s CHECKPOINT OUT --recipe NAME [options]"
-    made = commands.add_parser(
-        "export", help=words, description=f"{words[0].upper()}{words[1:]}.", usage=usage
-    )
+    made = command(commands, "export", words, "%(prog)s CHECKPOINT OUT --recipe NAME [options]")
     made.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a folder of safetensors, or of torch.distributed.checkpoint"
     )
@@ -222,8 +226,7 @@ def add_export(commands: Any) -> None:
     made.add_argument(
         "--experts", action="store_true", help="training multiplied mixtures of experts in float8, too"
     )
-    made.add_argument("--json", action="store_true", help="print what was written as JSON")
-    made.set_defaults(run=run_export)
+    ended(made, run_export, "what was written")
 
 
 def run_export(arguments: argparse.Namespace) -> tuple[str, int]:

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from f8sub.checkpoint import layouts
-from f8sub.checkpoint.names import unwrapped
+from f8sub.checkpoint.names import Rename, unwrapped
 from f8sub.checkpoint.stream import (
     Exported,
     Progress,
-    Rename,
     examined,
     stream,
 )

@@ -266,7 +266,7 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
     """
 
     keep_x: str
-    _stored: Mapping[str, bool] = {"weight": False}  # type: ignore[assignment]
+    _stored: Mapping[str, bool] = {"weight": False}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Float8ConfigError(

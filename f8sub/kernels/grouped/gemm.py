@@ -7,7 +7,7 @@ Triton's are for Hopper; torch's own run in high precision.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,21 @@ def _a_row(scale_inv: torch.Tensor, rows: int) -> torch.Tensor:
     return scale_inv.expand(-1, rows).flatten()
 
 
+def _scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, ...],
+    ends: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    # The operator returns bfloat16 alone.
+    product: torch.Tensor = aten_scaled_grouped_mm(
+        a, b, *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
+    )
+    return product.to(out_dtype)
+
+
 def _scaled_rows(
     a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor:
@@ -157,17 +172,10 @@ def _scaled_rows(
     if a.edge == ALL:
         # torch takes a scale for each row of tokens, so each row gets its group's.
         a_scale = a_scale[groups.of_row().clamp(max=experts - 1)]
-    # The operator returns bfloat16 alone.
-    y = aten_scaled_grouped_mm(
-        a.data,
-        b.data.contiguous().transpose(1, 2),
-        a_scale,
-        _a_row(b.scale_inv.flatten(1), b.data.shape[1]).view(experts, -1),
-        offs=groups.ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
-    )
-    return clear_past(y.to(out_dtype), groups.ends)
+    b_scale = _a_row(b.scale_inv.flatten(1), b.data.shape[1]).view(experts, -1)
+    weights = b.data.contiguous().transpose(1, 2)
+    y = _scaled_mm(a.data, weights, (a_scale, b_scale), groups.ends, out_dtype, fast_accum)
+    return clear_past(y, groups.ends)
 
 
 def _scaled_weights(
@@ -175,16 +183,8 @@ def _scaled_weights(
 ) -> torch.Tensor:
     # What lies between two groups is zero, so each may end where the next one begins.
     ends = torch.cat([a.groups.first[1:], a.groups.first.new_full((1,), a.groups.rows)])
-    dw = aten_scaled_grouped_mm(
-        a.data.contiguous(),
-        b.data.contiguous().t(),
-        _a_row(a.scale_inv, a.data.shape[0]),
-        _a_row(b.scale_inv, b.data.shape[0]),
-        offs=ends,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
-    )
-    return dw.to(out_dtype)
+    scales = tuple(_a_row(one.scale_inv, one.data.shape[0]) for one in (a, b))
+    return _scaled_mm(a.data.contiguous(), b.data.contiguous().t(), scales, ends, out_dtype, fast_accum)
 
 
 def _triton_rows(
@@ -235,6 +235,13 @@ GemmNt = Callable[[Operand, Operand, torch.dtype, bool], torch.Tensor]
 """``a @ b.t()``: (M, K) x (N, K) -> (M, N) of a dtype, with or without fast accumulation."""
 
 
+def _filled(groups: Groups) -> Iterator[tuple[int, int, int]]:
+    """Yield the number, the first row and the end of each group that has rows; reads them on the host."""
+    for index, (first, end) in enumerate(groups.host_bounds):
+        if end > first:
+            yield index, first, end
+
+
 def _rows_one_by_one(
     gemm_nt: GemmNt,
     a: Tokens,
@@ -245,12 +252,10 @@ def _rows_one_by_one(
 ) -> torch.Tensor:
     """Each expert's product by itself, as a linear layer with that backend makes it."""
     out = a.scale_inv.new_zeros((groups.rows, b.data.shape[1]), dtype=out_dtype)
-    for index, ((first, end), (start, stop)) in enumerate(
-        zip(groups.host_bounds, a.groups.host_bounds, strict=True)
-    ):
-        if end > first:
-            part = a.of_group(index, start, stop)
-            out[first:end] = gemm_nt(part, b.of_group(index), out_dtype, fast_accum)
+    placed = a.groups.host_bounds
+    for index, first, end in _filled(groups):
+        part = a.of_group(index, *placed[index])
+        out[first:end] = gemm_nt(part, b.of_group(index), out_dtype, fast_accum)
     return out
 
 
@@ -259,11 +264,10 @@ def _weights_one_by_one(
 ) -> torch.Tensor:
     shape = len(groups.ends), a.data.shape[0], b.data.shape[0]
     out = a.scale_inv.new_zeros(shape, dtype=out_dtype)
-    bounds = zip(a.groups.host_bounds, b.groups.host_bounds, strict=True)
-    for index, (of_a, of_b) in enumerate(bounds):
-        if of_a[1] > of_a[0]:
-            left, right = a.of_group(index, *of_a), b.of_group(index, *of_b)
-            out[index] = gemm_nt(left, right, out_dtype, fast_accum)
+    placed = b.groups.host_bounds
+    for index, first, end in _filled(a.groups):
+        left, right = a.of_group(index, first, end), b.of_group(index, *placed[index])
+        out[index] = gemm_nt(left, right, out_dtype, fast_accum)
     return out
 
 
@@ -282,9 +286,8 @@ def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> tor
         y = torch.nn.functional.grouped_mm(x.bfloat16(), w.bfloat16().transpose(1, 2), offs=groups.ends)
         return clear_past(y.to(x.dtype), groups.ends)
     out = x.new_zeros((len(x), w.shape[1]))
-    for index, (first, end) in enumerate(groups.host_bounds):
-        if end > first:
-            out[first:end] = torch.mm(x[first:end], w[index].t().to(x.dtype))
+    for index, first, end in _filled(groups):
+        out[first:end] = torch.mm(x[first:end], w[index].t().to(x.dtype))
     return out
 
 
@@ -293,9 +296,8 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
     if x.is_cuda:
         return torch.nn.functional.grouped_mm(dy.bfloat16().t(), x.bfloat16(), offs=groups.ends).to(dy.dtype)
     out = dy.new_zeros((len(groups.ends), dy.shape[1], x.shape[1]))
-    for index, (first, end) in enumerate(groups.host_bounds):
-        if end > first:
-            out[index] = torch.mm(dy[first:end].t(), x[first:end].to(dy.dtype))
+    for index, first, end in _filled(groups):
+        out[index] = torch.mm(dy[first:end].t(), x[first:end].to(dy.dtype))
     return out
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import grouped_mm
 from f8sub.formats import Float8Format
 from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped import gemm
+from f8sub.kernels.grouped.gemm import GroupedBackend
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.ops import operator
 from f8sub.recipe import GemmSpec
@@ -78,16 +79,13 @@ def rows(
     backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
     """``GroupedBackend.rows`` of the backend of that name."""
-    if backend is None:
-        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    own = _backend(backend, spec)
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(GROUPED[backend].rows, a, b, groups, dtype, spec.fast_accum)
+        multiply = functools.partial(own.rows, a, b, groups, dtype, spec.fast_accum)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
-    # An operator takes tensors, numbers and words: groups go as tensors, formats by name.
-    lie = [a.groups.first, a.groups.ends, groups.first, groups.ends]
-    how = f"{a.format.name} {b.format.name} {backend}"
-    left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
-    found: torch.Tensor = rows_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+    found: torch.Tensor = rows_as_one_node(
+        *_packed(backend, a, b, [*a.groups[:2]], groups), dtype, spec.fast_accum
+    )
     return found
 
 
@@ -95,15 +93,26 @@ def weights(
     backend: str | None, spec: GemmSpec, a: Tokens, b: Tokens, groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
     """``GroupedBackend.weights`` of the backend of that name."""
-    if backend is None:
-        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    own = _backend(backend, spec)
     if not torch.compiler.is_compiling():
-        return GROUPED[backend].weights(a, b, groups, dtype, spec.fast_accum)
-    lie = [*a.groups[:2], *b.groups[:2], groups.first, groups.ends]
-    how = f"{a.format.name} {b.format.name} {backend}"
-    left, right = [a.data, a.scale_inv], [b.data, b.scale_inv]
-    found: torch.Tensor = _weights_as_one_node(left, right, lie, groups.rows, how, dtype, spec.fast_accum)
+        return own.weights(a, b, groups, dtype, spec.fast_accum)
+    lie = [*a.groups[:2], *b.groups[:2]]
+    found: torch.Tensor = _weights_as_one_node(*_packed(backend, a, b, lie, groups), dtype, spec.fast_accum)
     return found
+
+
+def _backend(name: str | None, spec: GemmSpec) -> GroupedBackend:
+    if name is None:
+        raise RuntimeError(f"no backend for {spec}, both operands of which are in float8")
+    return GROUPED[name]
+
+
+def _packed(
+    backend: str | None, a: Tokens, b: Tokens | ExpertWeights, lie: list[torch.Tensor], groups: Groups
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], int, str]:
+    """Return what an operator takes: groups, in operands and in the result, as tensors, and formats by name."""
+    how = f"{a.format.name} {b.format.name} {backend}"
+    return [a.data, a.scale_inv], [b.data, b.scale_inv], [*lie, groups.first, groups.ends], groups.rows, how
 
 
 def high_precision_rows(x: torch.Tensor, w: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -77,6 +77,7 @@ CONVERSION = Need(
         "torch._C._current_autograd_node": "",
         "torch._C._current_graph_task_id": "",
         "torch._C._disabled_torch_function_impl": "",
+        "torch._C._dynamo.guards._empty_strided_cpu": "",
         "torch._C._dynamo.guards._empty_strided_cuda": "",
         "torch._C._len_torch_dispatch_stack": "",
         "torch._C._storage_Use_Count": "",
@@ -330,6 +331,7 @@ graph_task = _private("torch._C._current_graph_task_id")
 autograd_node = _private("torch._C._current_autograd_node")
 is_to_be_executed = _private("torch._C._will_engine_execute_node")
 preserve_version_counter = _private("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+_empty_strided_cpu = _private("torch._C._dynamo.guards._empty_strided_cpu")
 _empty_strided_cuda = _private("torch._C._dynamo.guards._empty_strided_cuda")
 dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 return_and_correct_aliasing = _private("torch.utils._python_dispatch.return_and_correct_aliasing")
@@ -736,15 +738,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 def empty_strided(
     device: torch.device,
-) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
-    """Return ``torch.empty_strided`` on a device; on a GPU, which has to be the current one, as Inductor's code does.
+) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """Return ``torch.empty_strided`` on a GPU, which has to be the current device, or on the CPU.
 
-    That is two thirds of the host time of the public function.
+    It is what Inductor's code calls, and takes the host two thirds of the time of the public function.
     """
-    if device.type == "cuda":
-        found: Callable[..., torch.Tensor] = _empty_strided_cuda
-        return found
-    return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    found: Callable[..., torch.Tensor] = _empty_strided_cuda if device.type == "cuda" else _empty_strided_cpu
+    return found
 
 
 def tensors_in_storage(tensor: torch.Tensor) -> int:

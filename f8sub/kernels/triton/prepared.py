@@ -47,7 +47,8 @@ class PreparedLaunches:
     ) -> None:
         self.device = results[0].device
         self.index = self.device.index or 0
-        self.results = [(t.shape, t.stride(), t.dtype) for t in results]
+        # Tuples: torch.Size is none to what allocates.
+        self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.scratch = [(t.shape, t.dtype) for t in scratch]
         self.runners = runners
         self.driver = driver

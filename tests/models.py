@@ -151,7 +151,7 @@ def float8_layers(model: nn.Module) -> list[f8sub.Float8Linear]:
 
 def shard_of(layer: f8sub.Float8Linear) -> Any:
     """What is sent of a layer's weight."""
-    return layer.converted.shard_of(layer.converted.record_of(layer, "weight"))
+    return layer._f8sub.conversion.shard_of(layer._f8sub.conversion.record_of(layer, "weight"))
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:

@@ -131,7 +131,7 @@ def experts_of(part: NamedTensor, dtype: torch.dtype | None) -> Iterator[Operand
     if not part.is_of_experts:
         raise RuntimeError(f"{part.name} is not a weight of experts")
     # [E, N, K], by the function that the experts' forward calls.
-    found = module.rowwise(part.attribute, _dtype_of(part, local_tensor(weight), dtype))
+    found = module._f8sub.rowwise(module, part.attribute, _dtype_of(part, local_tensor(weight), dtype))
     if is_dtensor(weight):
         shape, placements = (weight.shape[0], *found.data.shape[1:]), weight.placements
         if any(not placement.is_replicate() and not placement.is_shard(0) for placement in placements):
@@ -189,7 +189,7 @@ def operand_of(part: NamedTensor, dtype: torch.dtype | None) -> Operand:
     layer, weight = part.module, part.tensor
     if not isinstance(layer, Float8Linear):
         raise RuntimeError(f"{part.name} is not the weight of a float8 layer")
-    recipe = layer.plan.recipe
+    recipe = layer._f8sub.plan.recipe
     sources = sources_of(layer, recipe)
     local: torch.Tensor = weight
     if is_dtensor(weight):
@@ -198,9 +198,9 @@ def operand_of(part: NamedTensor, dtype: torch.dtype | None) -> Operand:
         nothing = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         replicated = [torch.distributed.tensor.Replicate()]
         x = weight.from_local(nothing, weight.device_mesh, replicated, run_check=False)
-        sources = place(layer, layer.plan, weight, x, None, sources).sources
+        sources = place(layer, layer._f8sub.plan, weight, x, None, sources).sources
         local = weight.to_local()
-    operand = weight_rowwise(local, (layer.plan, _dtype_of(part, local, dtype), sources))
+    operand = weight_rowwise(local, (layer._f8sub.plan, _dtype_of(part, local, dtype), sources))
     if not isinstance(operand, Operand):
         raise RuntimeError(f"{part.name}: a weight whose fprop is in float8 has no codes")
     operand = _whole(operand, weight) if is_dtensor(weight) else operand

@@ -37,8 +37,7 @@ from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import is_dtensor, place_in_whole
-from f8sub.weights.conversion import Conversion
-from f8sub.weights.weight import local_tensor, take_place
+from f8sub.weights.weight import conversion_of, local_tensor, take_place
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
 """safetensors' names of what a parameter is read from without scales."""
@@ -108,8 +107,7 @@ def load_float8(
             for source in of_part:
                 _check_shapes(part, source, checkpoint)
         experts = held_experts(sources, lambda source: _scales_of(source, checkpoint))
-        converted = (part.module.__dict__.get("converted") for part in sources)
-        conversions = {each for each in converted if isinstance(each, Conversion)}
+        conversions = {found for part in sources if (found := conversion_of(part.module)) is not None}
         for conversion in conversions:
             conversion.settle()  # else an amax history on its way would overwrite what is loaded
         again = []
@@ -129,7 +127,7 @@ def load_float8(
         for part in sources:
             if isinstance(part.module, Float8Linear):
                 # As of a state dict that has this parameter alone.
-                part.module.converted.layer_loaded(part.module, {part.attribute: part.tensor}, "")
+                part.module._f8sub.conversion.layer_loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
         _warn_of_second_cast(again)
 
@@ -316,7 +314,7 @@ def _plan_of_codes(part: NamedTensor, source: StoredTensor, scales: torch.Tensor
     """Return the plan of a layer that keeps the file's data; None for a parameter that takes their values."""
     if not isinstance(part.module, Float8Linear) or not can_hold(part.module, source.tile):
         return None
-    return plan_for(part.module.plan, is_power_of_2=are_powers_of_2(scales))
+    return plan_for(part.module._f8sub.plan, is_power_of_2=are_powers_of_2(scales))
 
 
 def _scales_of(source: StoredTensor, checkpoint: Checkpoint) -> torch.Tensor:

@@ -35,7 +35,7 @@ def can_hold(layer: torch.nn.Module, tile: Tile) -> bool:
     """
     if not isinstance(layer, Float8Linear) or layer.weight.requires_grad or not is_primary(layer.weight):
         return False
-    format = layer.plan.recipe.fprop.b
+    format = layer._f8sub.plan.recipe.fprop.b
     return (
         format is not None
         and format.dtype == torch.float8_e4m3fn
@@ -46,11 +46,11 @@ def can_hold(layer: torch.nn.Module, tile: Tile) -> bool:
 
 def check_not_gathered(module: Any, name: str = "weight") -> None:
     """Check that FSDP2 gathered nothing of a weight that is to become float8 data; else Float8ConfigError."""
-    shard = module.converted.record_of(module, name).shard
+    shard = module._f8sub.conversion.record_of(module, name).shard
     if shard is not None and shard.gathers:
         raise Float8ConfigError(
-            f"{module.fqn}: its weight was gathered before, and the codes of a frozen layer are loaded before the "
-            "first forward; load right after fully_shard"
+            f"{module._f8sub.fqn}: its weight was gathered before, and the codes of a frozen layer are loaded before "
+            "the first forward; load right after fully_shard"
         )
 
 
@@ -95,15 +95,15 @@ def hold(layer: Float8Linear, plan: Plan, operand: Operand, offset: tuple[int, i
         operand: ``data`` of this rank's part, on its device, and all scales of the whole weight.
         offset: (row, column) in the whole weight at which the part begins.
     """
-    layer.plan = plan
+    layer._f8sub.plan = plan
     # The record's format is that of the plan: it is entered again with the file's kind of scales.
-    layer.enter_weights()
+    layer._f8sub.enter_weights(layer)
     put(layer, "weight", operand, offset)
 
 
 def put(module: Any, name: str, operand: Operand, offset: tuple[int, int]) -> None:
     """Put float8 data in a weight's place; its record is the one that its module entered last. See ``hold``."""
-    record, weight = module.converted.record_of(module, name), getattr(module, name)
+    record, weight = module._f8sub.conversion.record_of(module, name), getattr(module, name)
     local: Any = local_tensor(weight)
     if isinstance(local, MasterWeight):
         # The record that was just entered, which the next line makes the primary weight's.
@@ -112,7 +112,7 @@ def put(module: Any, name: str, operand: Operand, offset: tuple[int, int]) -> No
         weight = getattr(module, name)
         local = local_tensor(weight)
     if not isinstance(local, PrimaryWeight):
-        raise RuntimeError(f"{module.fqn}: a {type(local).__name__} is no primary weight")
+        raise RuntimeError(f"{module._f8sub.fqn}: a {type(local).__name__} is no primary weight")
     primary = local.primary
     primary.record = record
     if is_dtensor(weight):
@@ -152,12 +152,14 @@ def held_experts(
             of_module[part.module].append(part)
     found = {}
     for module, parts in of_module.items():
-        if len(parts) < len(module.weights) or not all(_can_hold(part, sources[part]) for part in parts):
+        if len(parts) < len(module._f8sub.weights) or not all(
+            _can_hold(part, sources[part]) for part in parts
+        ):
             continue
         matrices = {part: torch.cat([scales_of(each) for each in in_order(sources[part])]) for part in parts}
         # One plan serves all weights of a module, so one of them decides for all.
         is_power_of_2 = all(are_powers_of_2(scales) for scales in matrices.values())
-        plan = plan_for(module.plan, is_power_of_2=is_power_of_2)
+        plan = plan_for(module._f8sub.plan, is_power_of_2=is_power_of_2)
         if plan is None:
             continue
         for part in parts:
@@ -179,7 +181,7 @@ def _can_hold(part: NamedTensor, sources: Sequence[StoredTensor]) -> bool:
     weight, product = part.tensor, part.product
     if not part.is_of_experts or weight.requires_grad or not is_primary(weight):
         return False
-    format, rows = module.format_of(part.attribute), weight.shape[1]
+    format, rows = module._f8sub.format_of(module, part.attribute), weight.shape[1]
     if format is None or format.dtype != torch.float8_e4m3fn or product is None or product.transposed:
         return False
     if is_dtensor(weight):
@@ -212,10 +214,10 @@ def hold_experts(part: NamedTensor, held: Held, codes: Sequence[torch.Tensor], f
     """
     module: Any = part.module
     weight = part.tensor
-    if module.plan is not held.plan:
-        module.plan = held.plan
-        module.enter_weights()
-    format, local = module.format_of(part.attribute), local_tensor(weight)
+    if module._f8sub.plan is not held.plan:
+        module._f8sub.plan = held.plan
+        module._f8sub.enter_weights(module)
+    format, local = module._f8sub.format_of(module, part.attribute), local_tensor(weight)
     if format is None:
         raise RuntimeError(f"{part.name} is read in high precision")
     # A rank may have no expert, and cat takes no empty list.

@@ -9,13 +9,12 @@ import torch
 from f8sub.convert.filters import LayerChoices
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.converted import ConvertedModule
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import is_dtensor, is_fsdp1_module, is_fsdp_module
-from f8sub.weights.conversion import Conversion
+from f8sub.weights.weight import conversion_of
 
-SKIP_REASON = "float8_skip_reason"
+SKIP_REASON = "_f8sub_skip_reason"
 """Attribute that ``convert_to_float8`` leaves on a linear layer it did not convert."""
 
 
@@ -51,41 +50,9 @@ def refuse_sharded(model: torch.nn.Module, todo: str = CONVERT_FIRST) -> None:
             )
 
 
-def refuse_taken_names(
-    module: torch.nn.Module,
-    fqn: str,
-    made: type[torch.nn.Module] = Float8Linear,
-    seams: Sequence[str] = (),
-) -> None:
-    """Refuse a module whose own attributes would be hidden by those of ``made``, the class that it turns into.
-
-    Args:
-        module: what is to be converted.
-        fqn: its name in the model.
-        made: ``Float8Linear``, or a class that stands before the module's own.
-        seams: methods of ``made`` that take the place of the module's own.
-    """
-    ours = [cls for cls in made.__mro__ if issubclass(cls, ConvertedModule)]
-    base = next(cls for cls in made.__mro__ if cls not in ours)
-    own = {name for cls in ours for name in (*cls.__annotations__, *vars(cls)) if not hasattr(base, name)}
-    own.add("scaling_states")
-    taken = [name for name in sorted(own.difference(seams)) if not _is_dunder(name) and hasattr(module, name)]
-    if taken:
-        raise Float8ConfigError(
-            f"{fqn or 'the model'}: a {type(module).__name__} has {', '.join(taken)} already, and {made.__name__} uses "
-            f"{'that name' if len(taken) == 1 else 'those names'} for itself: rename "
-            f"{'it' if len(taken) == 1 else 'them'}, or leave the module out with skip={fqn!r}"
-        )
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
-
-
 def is_converted(module: Any) -> bool:
     """Return whether a module has weights that were converted."""
-    conversion = vars(module).get("converted")
-    return isinstance(conversion, Conversion) and conversion.owns(module)
+    return conversion_of(module) is not None
 
 
 def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | None]) -> None:
@@ -94,9 +61,9 @@ def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | N
     for fqn, module in model.named_modules():
         if not is_converted(module) or (recipe := recipes.of(fqn)) is None:
             continue
-        if module.plan.recipe != recipe:
+        if (state := module._f8sub).plan.recipe != recipe:
             raise Float8ConfigError(
-                f"{module.fqn} is already converted with recipe {module.plan.recipe.name!r}, asked for "
+                f"{state.fqn} is already converted with recipe {state.plan.recipe.name!r}, asked for "
                 f"{recipe.name!r}: call convert_from_float8(model) first"
             )
 
@@ -106,7 +73,7 @@ def refuse_tied_apart(model: torch.nn.Module, chosen: Sequence[Chosen]) -> None:
     recipes: dict[torch.nn.Module, Recipe] = {layer.module: layer.plan.recipe for layer in chosen}
     readers: dict[int, tuple[str, Recipe]] = {}
     for fqn, module in model.named_modules():
-        recipe = module.plan.recipe if isinstance(module, Float8Linear) else recipes.get(module)
+        recipe = module._f8sub.plan.recipe if isinstance(module, Float8Linear) else recipes.get(module)
         if recipe is None:
             continue
         # The first layer with this weight decides; each later one is compared with it.

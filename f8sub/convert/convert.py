@@ -14,7 +14,6 @@ from f8sub.convert.checks import (
     refuse_other_recipe,
     refuse_other_than_a_module,
     refuse_sharded,
-    refuse_taken_names,
     refuse_tied_apart,
     warn_of_quantized_origin,
 )
@@ -44,7 +43,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import StoredTransposed
 from f8sub.experts.seams import EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.float8_linear import WEIGHT, Float8Linear, LinearState
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import close_scope, open_scope
 from f8sub.recipes import DEFAULT
@@ -54,7 +53,7 @@ from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps
 from f8sub.weights.precompute_scales import watch_optimizer_steps
-from f8sub.weights.weight import Weight, take_place
+from f8sub.weights.weight import Weight, conversion_of, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -210,8 +209,6 @@ def _convert_selected(
         return model
     # Everything that can be refused is, before the first class is swapped: an error leaves the model as it was.
     refuse_tied_apart(model, chosen)
-    for layer in chosen:
-        refuse_taken_names(layer.module, layer.fqn)
     warn_of_quantized_origin(model)
     refuse_unkeepable(chosen)
     warn_of_reencoding(chosen)
@@ -260,7 +257,8 @@ def experts_reasons(
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:
     module, fqn, plan, gathered, keep_x = layer
-    float8_class(type(module))._take(module, plan, fqn or "(root)", conversion, gathered, keep_x=keep_x)
+    state = LinearState(plan, fqn or "(root)", conversion, gathered, WEIGHT, keep_x)
+    state.convert(module, float8_class(type(module)))
 
 
 def _wrap_weights(conversion: Conversion) -> None:
@@ -320,16 +318,15 @@ def convert_from_float8(model: Model) -> Model:
     for module in model.modules():
         for hook in HOOKS:
             remove_hook(hook, module)
-        if not is_converted(module):
+        if (conversion := conversion_of(module)) is None:
             continue
-        conversion: Conversion = module.converted
         for name, weight in list(module._parameters.items()):  # under other names, too, where it is pruned
             if isinstance(weight, Weight):
                 replace_parameter(module, name, torch.nn.Parameter(weight.plain, weight.requires_grad))
         # First: ``revert_experts`` and ``left`` find a module that has no record any more.
         conversion.discard(module)
         if isinstance(module, Float8Linear):
-            module._become(plain_class(module))
+            module._f8sub.revert(module, plain_class(module))
         else:
             revert_experts(module)
     Conversion.forget(model)
@@ -340,7 +337,7 @@ def _refuse_parametrized(model: torch.nn.Module) -> None:
     """Refuse parametrized modules: their class is one that torch derived from the float8 class."""
     found = [m for m in model.modules() if is_converted(m) and "parametrizations" in m._modules]
     if found:
-        fqns = ", ".join(module.fqn for module in found)  # type: ignore[misc]
+        fqns = ", ".join(module._f8sub.fqn for module in found)  # type: ignore[misc, union-attr]
         raise Float8ConfigError(
             f"{fqns}: convert_from_float8 cannot give back the class of a module that has parametrizations; call "
             "torch.nn.utils.parametrize.remove_parametrizations for them before"

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.checks import refuse_taken_names
 from f8sub.convert.filters import why_not_weight
 from f8sub.convert.primary_weights import refuse_delayed
 from f8sub.estimator.experts import of_module, why_left
 from f8sub.experts import adapters
-from f8sub.experts.module import Float8Experts, float8_class, plain_class
+from f8sub.experts.module import ExpertsState, Float8Experts, float8_class, plain_class
 from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.formats import MULTIPLE
 from f8sub.kernels.gemm.select import Plan
@@ -72,9 +71,8 @@ def planned_experts(
         gathered: whether FSDP2 gathers its weights as float8, where no tile reaches over experts.
 
     Raises:
-        Float8ConfigError: the recipe or the backend cannot be, or the module has attributes that ours would hide.
+        Float8ConfigError: the recipe or the backend cannot be.
     """
-    refuse_taken_names(module, fqn, Float8Experts, seams=("_grouped_mm",))
     device = next(module.parameters()).device
     # A model is built on meta to be trained on the accelerator.
     if device.type == "meta":
@@ -82,10 +80,11 @@ def planned_experts(
     plan = Plan.make(recipe, torch.device(device.type), backend, grouped=True)
 
     def convert(conversion: Conversion) -> None:
-        seam = seam_of(module)
-        weights = {} if seam is None else seam.weights_of(module)
-        own = {"seam": seam, "weights": weights}
-        float8_class(type(module))._take(module, plan, fqn, conversion, gathered, **own)
+        if (seam := seam_of(module)) is None:
+            raise RuntimeError(f"{fqn}: a {type(module).__name__} is no module of experts that is known")
+        state = ExpertsState(plan, fqn, conversion, gathered, seam.weights_of(module))
+        state.seam = seam
+        state.convert(module, float8_class(type(module)))
 
     return convert
 
@@ -93,4 +92,4 @@ def planned_experts(
 def revert_experts(module: Float8Experts) -> None:
     """Give a module of experts its class back; its weights are plain parameters already."""
     adapters.leave(module)
-    module._become(plain_class(module))
+    module._f8sub.revert(module, plain_class(module))

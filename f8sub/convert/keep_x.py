@@ -27,11 +27,11 @@ class KeepX(LayerGuest):
 
     @override
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:
-        return {"keep_x": layer.keep_x} if isinstance(layer, Float8Linear) else {}
+        return {"keep_x": layer._f8sub.keep_x} if isinstance(layer, Float8Linear) else {}
 
     @override
     def deviation(self, layer: torch.nn.Module) -> str | None:
-        keep_x = layer.keep_x if isinstance(layer, Float8Linear) else AUTO
+        keep_x = layer._f8sub.keep_x if isinstance(layer, Float8Linear) else AUTO
         return None if keep_x == AUTO else f"keep_x={keep_x}"
 
 

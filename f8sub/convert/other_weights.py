@@ -190,8 +190,8 @@ def _described(
         # One multiplication per element and token, of the experts that a token is sent to.
         multiplications *= share or 1.0
         if is_converted(module):
-            in_float8 = multiplications
-            detail = "; ".join(filter(None, (f"{name}: {getattr(module, 'how', '')}", used)))
+            in_float8, state = multiplications, vars(module)["_f8sub"]
+            detail = "; ".join(filter(None, (f"{name}: {state.how(module)}", used)))
         else:
             reason = getattr(module, SKIP_REASON, "")
             if seam_of(module) is None:

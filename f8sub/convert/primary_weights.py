@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from f8sub.convert.checks import Chosen, is_converted
+from f8sub.convert.checks import Chosen
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
@@ -17,7 +17,7 @@ from f8sub.torch_compat import is_dtensor
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.master_weight import Cell, MasterWeight, rowwise_of
 from f8sub.weights.primary_weight import Primary, PrimaryWeight, like_sharded
-from f8sub.weights.weight import WeightRecord, local_tensor, master_of, take_place
+from f8sub.weights.weight import WeightRecord, conversion_of, local_tensor, master_of, take_place
 
 
 class PrimaryWeights(Guest):
@@ -65,7 +65,7 @@ class PrimaryLayers(LayerGuest):
 
     @override
     def deviation(self, layer: torch.nn.Module) -> str | None:
-        conversion: Any = layer.converted if is_converted(layer) else None
+        conversion: Any = conversion_of(layer)
         names = [] if conversion is None else conversion.names_of(layer)
         held = ((n, layer._parameters.get(n)) for n in names)
         primary = [n for n, w in held if w is not None and isinstance(local_tensor(w), PrimaryWeight)]
@@ -186,14 +186,13 @@ def _records(model: torch.nn.Module) -> list[WeightRecord]:
     """Return the records of a model's converted weights, in its order."""
     found = []
     for module in model.modules():
-        conversion = module.__dict__.get("converted")
-        if isinstance(conversion, Conversion) and conversion.owns(module):
+        if (conversion := conversion_of(module)) is not None:
             found += [conversion.record_of(module, name) for name in conversion.names_of(module)]
     return found
 
 
 def _conversion_of(record: WeightRecord) -> Conversion:
-    conversion: Conversion = record.module.converted
+    conversion: Conversion = record.module._f8sub.conversion
     return conversion
 
 
@@ -249,10 +248,11 @@ def reread_shards(layers: Iterable[Any]) -> None:
     changes nothing.
     """
     for layer in layers:
-        changes = layer.converted.changes
+        conversion = layer._f8sub.conversion
+        changes = conversion.changes
         layer.load_state_dict({}, strict=False)
         # Loading counts as a change of all weights on every rank, and this one changed none.
-        layer.converted.changes = changes
+        conversion.changes = changes
 
 
 def to_codes(parameter: torch.Tensor, master_dtype: torch.dtype, *, may_replace: bool = False) -> None:

@@ -58,7 +58,10 @@ class _ShardedHistories(Histories):
     ) -> None:
         by_name = sorted(records, key=lambda record: record.fqn)
         super().__init__(
-            [(record, state_of(record.module, record.module.plan.recipe, record.name)) for record in by_name]
+            [
+                (record, state_of(record.module, record.module._f8sub.plan.recipe, record.name))
+                for record in by_name
+            ]
         )
         for record, state in zip(self.records, self.states, strict=True):
             if record.shard is not None:
@@ -201,7 +204,7 @@ class DelayedHistories(Guest):
     def prior_of(self, record: WeightRecord) -> Callable[[], PriorScale] | None:
         if not states_of(record.module, record.name):
             return None
-        recipe = record.module.plan.recipe
+        recipe = record.module._f8sub.plan.recipe
         if recipe.delayed is None:
             return None
         # Asked at each reduction: the state's buffers may have moved to another device.
@@ -280,9 +283,9 @@ class DelayedHistories(Guest):
                 ):
                     exchange.reduce(report=False)
                 exchange.settle()
-        alike = [(r, s) for r, s in held if s.recipe == r.module.plan.recipe and r.shard is None]
+        alike = [(r, s) for r, s in held if s.recipe == r.module._f8sub.plan.recipe and r.shard is None]
         # Recipes of ``autocast`` contexts: another rank may not have entered them, so nothing of theirs is reduced.
-        of_contexts = [(r, s) for r, s in held if s.recipe != r.module.plan.recipe]
+        of_contexts = [(r, s) for r, s in held if s.recipe != r.module._f8sub.plan.recipe]
         if alike or of_contexts:
             self._roll(alike, of_contexts, since)
         # The roll took these weights' amaxes, and with them whether they are finite.
@@ -403,9 +406,9 @@ class DelayedLayers(LayerGuest):
 
     @override
     def entered(self, layer: Any) -> None:
-        if layer.plan.recipe.delayed is not None:
-            for name in layer.converted.names_of(layer):
-                state_of(layer, layer.plan.recipe, name)
+        if layer._f8sub.plan.recipe.delayed is not None:
+            for name in layer._f8sub.conversion.names_of(layer):
+                state_of(layer, layer._f8sub.plan.recipe, name)
 
     @override
     def left(self, layer: torch.nn.Module) -> None:
@@ -413,12 +416,12 @@ class DelayedLayers(LayerGuest):
 
     @override
     def loaded(self, layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
-        for name in layer.converted.names_of(layer):
+        for name in layer._f8sub.conversion.names_of(layer):
             forget_missing(layer, name, state_dict, prefix)
 
     @override
     def alike(self, layer: Any) -> dict[str, str]:
-        return {"amax histories": str(layer.plan.recipe.delayed)}
+        return {"amax histories": str(layer._f8sub.plan.recipe.delayed)}
 
     @override
     def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:

@@ -406,14 +406,20 @@ class ScalingStates(torch.nn.ModuleList):
         return super().__getattr__(name)
 
 
-def _place_of(name: str) -> str:
-    """Return the name under which a layer has the states of the weight ``name``."""
-    return STATES if name == "weight" else f"{name}_{STATES}"
+def _place_of(layer: torch.nn.Module, name: str) -> str:
+    """Return the name under which a layer has the states of the weight ``name``.
+
+    Checkpoints have it. Where the layer's own class has something by that name, it is another one.
+    """
+    place = STATES if name == "weight" else f"{name}_{STATES}"
+    if isinstance(layer._modules.get(place), ScalingStates) or not hasattr(layer, place):
+        return place
+    return f"_f8sub_{place}"
 
 
 def states_of(layer: torch.nn.Module, name: str = "weight") -> list[ScalingState]:
     """Return the states of all recipes with delayed scaling that a weight of the layer was run under."""
-    return list(layer._modules.get(_place_of(name)) or ())  # type: ignore[arg-type]
+    return list(layer._modules.get(_place_of(layer, name)) or ())  # type: ignore[arg-type]
 
 
 def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
@@ -424,14 +430,14 @@ def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
             return state
     if torch.compiler.is_compiling():
         raise Float8ConfigError(
-            f"{layer.fqn}: recipe {recipe.name!r} keeps amax histories, and the layer has none for it yet; run it "
-            "once in the same context before torch.compile"
+            f"{layer._f8sub.fqn}: recipe {recipe.name!r} keeps amax histories, and the layer has none for it yet; run "
+            "it once in the same context before torch.compile"
         )
     weight = local_tensor(getattr(layer, name))
     members = len(weight) if weight.dim() == 3 else None
     state = ScalingState(recipe, weight.device, members).train(layer.training)
     # A submodule, so that state dicts and ``model.to`` take it along.
-    setattr(layer, _place_of(name), ScalingStates([*states, state], layer.fqn))
+    setattr(layer, _place_of(layer, name), ScalingStates([*states, state], layer._f8sub.fqn))
     # From here on optimizers' steps are counted, which costs each of them a walk over its parameters.
     Conversion.counts_steps = True
     return state
@@ -439,14 +445,19 @@ def state_of(layer: Any, recipe: Recipe, name: str = "weight") -> ScalingState:
 
 def forget(layer: torch.nn.Module) -> None:
     """Remove all states of the layer's weights."""
-    for place in [place for place, module in layer._modules.items() if isinstance(module, ScalingStates)]:
+    for place in places_of(layer):
         del layer._modules[place]
+
+
+def places_of(layer: torch.nn.Module) -> list[str]:
+    """Return the names under which a layer has states."""
+    return [place for place, module in layer._modules.items() if isinstance(module, ScalingStates)]
 
 
 def forget_missing(layer: torch.nn.Module, name: str, state_dict: dict[str, Any], prefix: str) -> None:
     """Begin histories again that a state dict with the weight lacks."""
     for index, state in enumerate(states_of(layer, name)):
-        kept = any(key.startswith(f"{prefix}{_place_of(name)}.{index}.") for key in state_dict)
+        kept = any(key.startswith(f"{prefix}{_place_of(layer, name)}.{index}.") for key in state_dict)
         if f"{prefix}{name}" in state_dict and not kept:
             state.reset()
 
@@ -483,6 +494,6 @@ def delayed_sources_of(layer: Any, recipe: Recipe, name: str = "weight") -> Sour
         stage = stage and not is_metadata_inference()
     weight = getattr(layer, name)
     if state.members is not None:
-        check_members(state, len(local_tensor(weight)), f"{layer.fqn}.{name}")
+        check_members(state, len(local_tensor(weight)), f"{layer._f8sub.fqn}.{name}")
     frozen = layer.training and not weight.requires_grad
     return state.sources(stage=stage, frozen=frozen)

@@ -161,7 +161,8 @@ def byte_account(
         if isinstance(layer, Float8Linear):
             how = _how(layer, saved_anyway=name in anyway)
             here, own = _in_float8(layer, weight, plain, x_bytes, tokens, how), _own_scale(layer, how)
-            kind, key = f"{layer.plan.recipe.name}, x {layer.keep_x}", (layer.plan.recipe.formats("x"), how)
+            recipe = layer._f8sub.plan.recipe
+            kind, key = f"{recipe.name}, x {layer._f8sub.keep_x}", (recipe.formats("x"), how)
         # Siblings that cast their x the same save it once.
         here = _once(here, (group, kind, key), seen, own)
         plain = _once(plain, (group, None), seen)
@@ -215,10 +216,10 @@ class WeightBytes(NamedTuple):
 
 def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
     """Return how eager code keeps the layer's x: a value of ``keep_x`` other than "auto"."""
-    if layer.keep_x != AUTO:
-        return layer.keep_x
+    if layer._f8sub.keep_x != AUTO:
+        return layer._f8sub.keep_x
     # High precision adds nothing to what is saved anyway.
-    free = saved_anyway and why_not_kept(layer.plan.recipe, HIGH_PRECISION) is None
+    free = saved_anyway and why_not_kept(layer._f8sub.plan.recipe, HIGH_PRECISION) is None
     return HIGH_PRECISION if free else FLOAT8
 
 
@@ -226,17 +227,17 @@ def _in_float8(
     layer: Float8Linear, weight: WeightBytes, plain: Bytes, x_bytes: int, tokens: int, how: str
 ) -> Bytes:
     """Return the bytes of a converted layer, given ``plain``, those in high precision."""
-    row, made = layer.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))
+    row, made = layer._f8sub.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))
     saved = _saved(layer, weight.shape[1], x_bytes, tokens, how)
     # fprop in high precision: so is what is gathered.
     if row is None:
         return replace(plain, saved=saved, transient=plain.wire + made)
     cast = operand_bytes(row, *weight.shape)
-    wire = weight.world * weight.sent(row) if layer.float8_all_gather else plain.wire
+    wire = weight.world * weight.sent(row) if layer._f8sub.float8_all_gather else plain.wire
     # Not sharded: the float8 data stays as long as the weight does not change.
     if weight.layout is None:
         return Bytes(plain.master, cast, wire, saved, wire + made)
-    if layer.float8_all_gather:
+    if layer._f8sub.float8_all_gather:
         # Without a master the shard itself is float8 data.
         held = weight.sent(row) if weight.master is None else 0
         return Bytes(plain.master, held, wire, saved, wire + made)
@@ -248,24 +249,24 @@ def _saved(layer: Float8Linear, cols: int, x_bytes: int, tokens: int, how: str) 
     """Return the bytes that the layer saves of an x (tokens, cols), which adds ``x_bytes`` in high precision."""
     if not layer.weight.requires_grad:
         return 0
-    return saved_x_bytes(layer.plan.recipe, tokens, cols, x_bytes, how) + _own_scale(layer, how)
+    return saved_x_bytes(layer._f8sub.plan.recipe, tokens, cols, x_bytes, how) + _own_scale(layer, how)
 
 
 def _own_scale(layer: Float8Linear, how: str) -> int:
     """Return the bytes of the delayed scale that a layer saves beside a high-precision x, shared with no sibling."""
-    kept = how == HIGH_PRECISION and layer.plan.recipe.formats("x")[1] is not None
-    return 4 if kept and layer.plan.recipe.delayed is not None else 0
+    kept = how == HIGH_PRECISION and layer._f8sub.plan.recipe.formats("x")[1] is not None
+    return 4 if kept and layer._f8sub.plan.recipe.delayed is not None else 0
 
 
 def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, how: str) -> Iterator[int]:
     """Yield the bytes of each float8 operand of dgrad and wgrad that is neither saved nor a view of another."""
-    recipe, (rows, cols) = layer.plan.recipe, shape
+    recipe, (rows, cols) = layer._f8sub.plan.recipe, shape
     (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (recipe.formats(name) for name in OPERANDS)
 
     def is_view(row: Float8Format | None, col: Float8Format) -> bool:
         # A transpose of the same bytes.
         alike = row is not None and row.dtype == col.dtype and row.tile.is_transpose_of(col.tile)
-        return layer.plan.any_layout and alike and col.codes_per_byte == 1
+        return layer._f8sub.plan.any_layout and alike and col.codes_per_byte == 1
 
     if w_col is not None and not is_view(w_row, w_col):
         yield operand_bytes(w_col, cols, rows)
@@ -329,14 +330,14 @@ def _described(
     if not is_converted(module):
         return LayerBytes(product.fqn, shape, "high precision", plain, plain)
     here = _experts_in_float8(module, name, product, weight, plain, rows)
-    return LayerBytes(product.fqn, shape, module.plan.recipe.name, here, plain)
+    return LayerBytes(product.fqn, shape, module._f8sub.plan.recipe.name, here, plain)
 
 
 def _experts_in_float8(
     module: ConvertedModule, name: str, product: Product, weight: WeightBytes, plain: Bytes, rows: int
 ) -> Bytes:
-    plan, format = module.plan, module.format_of(name)
-    recipe, gathered = plan.recipe, module.is_gathered(name)
+    plan, format = module._f8sub.plan, module._f8sub.format_of(module, name)
+    recipe, gathered = plan.recipe, module._f8sub.is_gathered(module, name)
     dy_row, dy_col = recipe.formats("dy")
     learns = getattr(module, name).requires_grad
     saved = plain.saved
@@ -359,7 +360,7 @@ def _experts_in_float8(
 
 def _weight_made_in_backward(module: ConvertedModule, product: Product) -> int:
     """Return the bytes of the columnwise operand; 0 if it is a view of the rowwise data."""
-    row, col = module.plan.recipe.formats("w")
+    row, col = module._f8sub.plan.recipe.formats("w")
     if col is None or (row is not None and row.tile.is_transpose_of(col.tile)):
         return 0
     return product.experts * operand_bytes(col, product.cols, product.rows)

@@ -337,9 +337,8 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         counted: what a forward multiplied; a string where FLOPs are assumed, with the reason or empty.
     """
     # Parts of a model may be converted by calls of their own.
-    conversions = dict.fromkeys(
-        vars(module)["converted"] for module in model.modules() if is_converted(module)
-    )
+    converted: Any = filter(is_converted, model.modules())
+    conversions = dict.fromkeys(module._f8sub.conversion for module in converted)
     idle = [pattern for conversion in conversions for pattern in conversion.options["idle_patterns"]]
     layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     # A set: a tied weight counts once.
@@ -383,7 +382,9 @@ def _of_layer(
 ) -> LayerReport:
     converted = isinstance(layer, Float8Linear)
     unseen = NOT_SEEN if replaced_by is None else f"it was converted, and replaced since by {replaced_by}"
-    detail = layer.how if isinstance(layer, Float8Linear) else getattr(layer, SKIP_REASON, unseen)
+    detail = (
+        layer._f8sub.how(layer) if isinstance(layer, Float8Linear) else getattr(layer, SKIP_REASON, unseen)
+    )
     sizes = layer.in_features, layer.out_features
     if count is None:
         assumed = sizes[0] * sizes[1] * active_share_of_linear(model, fqn)
@@ -436,8 +437,8 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
     """
     modules: dict[str, Any] = dict(model.named_modules())
     first = next(filter(is_converted, modules.values()), None)
-    other: Recipe = get_recipe(DEFAULT) if first is None else first.plan.recipe
-    options = {} if first is None else first.converted.options
+    other: Recipe = get_recipe(DEFAULT) if first is None else first._f8sub.plan.recipe
+    options = {} if first is None else first._f8sub.conversion.options
     # "auto" without tokens decided by ``ASSUMED``.
     by_width = options.get("experts") == AUTO_EXPERTS and options["tokens"] is None
     tokens = tokens or options.get("tokens")
@@ -445,7 +446,7 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
     for fqn, module in modules.items():
         if seam_of(module) is None or not (products := expert_products(model, fqn, None)):
             continue
-        recipe = module.plan.recipe if is_converted(module) else other
+        recipe = module._f8sub.plan.recipe if is_converted(module) else other
         sizes = tuple((product.experts, product.rows, product.cols) for product in products)
         # one sentence for equal modules
         if (key := (kind_of(fqn), sizes, recipe.name)) in seen:

@@ -73,7 +73,7 @@ class Sample:
         self._exits = contextlib.ExitStack()
         for name, layer in modules.items():
             # Experts are watched by product, below.
-            if layer.plan.grouped:
+            if layer._f8sub.plan.grouped:
                 continue
             before = layer.register_forward_pre_hook(functools.partial(self._before, name), with_kwargs=True)
             # Before other hooks, which may put something else in the place of y.
@@ -173,7 +173,7 @@ class Sample:
         call: Call,
     ) -> None:
         if isinstance(weight, Float8Tensor):
-            shard = layer.converted.record_of(layer, "weight").shard
+            shard = layer._f8sub.conversion.record_of(layer, "weight").shard
             if shard is None or not shard.master.numel() or weight.rowwise is None:
                 # This rank has nothing to add: the row is that of other ranks.
                 self.take(name, "w", format, ())
@@ -418,7 +418,7 @@ def _weights(
         for index, each in enumerate(values):
             yield each, operands.of_group(index)
         return
-    shard = module.converted.record_of(module, attribute).shard
+    shard = module._f8sub.conversion.record_of(module, attribute).shard
     if shard is None or not shard.master.numel() or weight.rowwise is None or shard.layout.folded is not None:
         return
     values, rows = shard.values, weight.shape[1]

@@ -125,16 +125,16 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
                 # A frozen layer that nothing before it learns has no dy.
                 exits.callback(weight.requires_grad_, weight.requires_grad)
                 weight.requires_grad_(True)
-        names = {module: (fqn, module.plan) for fqn, module in modules.items()}
+        names = {module: (fqn, module._f8sub.plan) for fqn, module in modules.items()}
         for module, (fqn, plan) in names.items():
-            exits.callback(setattr, module, "plan", plan)
+            exits.callback(setattr, module._f8sub, "plan", plan)
             # Experts are watched by product.
             if not plan.grouped:
                 look = functools.partial(_after, note, fqn, plan)
                 exits.callback(module.register_forward_hook(look, with_kwargs=True).remove)
             # y8 is computed beside a forward in high precision.
             high = plan.recipe.with_high_precision(fprop=True, dgrad=True, wgrad=True)
-            module.plan = plan.with_recipe(high)
+            module._f8sub.plan = plan.with_recipe(high)
         exits.enter_context(watching(functools.partial(_look, note, names)))
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         loss = checked_loss(loss_of(model))

@@ -127,10 +127,10 @@ class Copies:
             state["training"] = training
         if (
             isinstance(module, Float8Experts)
-            and module.seam.forward is not None
+            and module._f8sub.seam.forward is not None
             and not _is_of_transformers(module)
         ):
-            state["forward"] = functools.partial(module.seam.forward, made)
+            state["forward"] = functools.partial(module._f8sub.seam.forward, made)
         if "_orig_mod" in state["_modules"]:  # torch.compile's wrapper, whose forward is compiled
             state["forward"] = state["_modules"]["_orig_mod"].__call__
         made.__dict__.update(state)

@@ -259,7 +259,7 @@ def leave(module: torch.nn.Module) -> None:
 
 def name_in(module: Any, weight: torch.Tensor) -> str | None:
     """The name of the module's parameter that ``weight`` is, or lies in the memory of; None for any other tensor."""
-    for name in module.weights:
+    for name in module._f8sub.weights:
         if is_of(weight, own_parameter(module, name)):
             return str(name)
     return None
@@ -292,9 +292,8 @@ def owner_of(weight: torch.Tensor) -> Any:
             raise Float8ConfigError(found)
         return found
     for module in _modules:
-        if any(
-            weight is (own := own_parameter(module, name)) or weight._base is own for name in module.weights
-        ):
+        own = (own_parameter(module, name) for name in module._f8sub.weights)
+        if any(weight is parameter or weight._base is parameter for parameter in own):
             return module
     # Only backward repeats products; outside of it the weight is the caller's own tensor.
     if graph_task() == -1:
@@ -305,12 +304,20 @@ def owner_of(weight: torch.Tensor) -> Any:
     return _owner_of_copy(weight)
 
 
-class _StandIn(NamedTuple):
-    """A stand-in for a weight's module in compiled code, which cannot ask the weight for it."""
+class _Known(NamedTuple):
+    """Holds what compiled code reads of a ``LayerState``."""
 
     plan: Any
     fqn: str
+    keep_x: str
     weights: tuple[str, ...] = ()
+
+
+class _StandIn:
+    """A stand-in for a weight's module in compiled code, which cannot ask the weight for it."""
+
+    def __init__(self, known: _Known) -> None:
+        self._f8sub = known
 
 
 class _StandIns:
@@ -327,10 +334,13 @@ def _named_like(*shape: int) -> str:
     found = [
         module
         for module in _modules
-        if any(sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:]) for name in module.weights)
+        if any(
+            sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:])
+            for name in module._f8sub.weights
+        )
     ]
-    fqns = ", ".join(sorted({module.fqn for module in found}))
-    plans = {module.plan for module in found}
+    fqns = ", ".join(sorted({module._f8sub.fqn for module in found}))
+    plans = {module._f8sub.plan for module in found}
     name = f"{fqns} by {sorted(plan.key for plan in plans)} of {shape}"
     if not hasattr(_stand_ins, name):
         why_not = (
@@ -338,16 +348,17 @@ def _named_like(*shape: int) -> str:
             "runs, and modules of several recipes have such weights. Compile the module, or the checkpointed function "
             "together with it"
         )
-        setattr(_stand_ins, name, _StandIn(plans.pop(), fqns) if len(plans) == 1 else why_not)
+        stand_in = _StandIn(_Known(plans.pop(), fqns, found[0]._f8sub.keep_x)) if len(plans) == 1 else why_not
+        setattr(_stand_ins, name, stand_in)
     return name
 
 
 def _owner_of_copy(weight: torch.Tensor) -> Any:
     owners = list(_copied.get((weight.shape, weight.dtype), ()))
-    if len({module.plan for module in owners}) > 1:
+    if len({module._f8sub.plan for module in owners}) > 1:
         raise Float8ConfigError(
-            f"{', '.join(sorted(module.fqn for module in owners))}: activation checkpointing repeats a product in "
-            f"backward whose weight is a copy of {tuple(weight.shape)}, and modules of several recipes multiply by "
+            f"{', '.join(sorted(module._f8sub.fqn for module in owners))}: activation checkpointing repeats a product "
+            f"in backward whose weight is a copy of {tuple(weight.shape)}, and modules of several recipes multiply by "
             "copies like it. Give f8sub.grouped_linear the parameter itself, or checkpoint the whole module"
         )
     return owners[0] if owners else None

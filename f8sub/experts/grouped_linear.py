@@ -369,9 +369,10 @@ def _module_of(weight: torch.Tensor) -> Any:
 
 
 def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> Plan:
-    if module.plan.device.type != (device := x.device).type:
-        module.follow(device)
-    plan: Plan = module.plan
+    state = module._f8sub
+    if state.plan.device.type != (device := x.device).type:
+        state.follow(device)
+    plan: Plan = state.plan
     if not autocast.was_entered and torch.compiler.is_compiling():
         return plan
     name = adapters.name_in(module, weight)
@@ -417,7 +418,7 @@ def _sources_of(module: Any, owner: Any, recipe: Recipe, weight: torch.Tensor) -
 def _transposed_back(module: Any, weight: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() and isinstance(weight, Transposed):
         # The parameter itself: dynamo cannot look into a subclass that the graph made.
-        for name in () if module is None else module.weights:
+        for name in () if module is None else module._f8sub.weights:
             if weight._base is (parameter := own_parameter(module, name)):
                 return parameter
     return weight.transpose(1, 2)
@@ -430,7 +431,7 @@ def local_part(weight: torch.Tensor) -> torch.Tensor:
 
 def _name_of(owner: Any) -> str:
     """The module's name, for errors alone: torch 2.11 compiles once more for each name that traced code reads."""
-    return "grouped_linear" if owner is None else str(owner.fqn)
+    return "grouped_linear" if owner is None else str(owner._f8sub.fqn)
 
 
 def _check(owner: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:

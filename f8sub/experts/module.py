@@ -1,7 +1,7 @@
 """Float8Experts: a module of experts whose grouped products run in float8; made by class swap, as Float8Linear is."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,77 +14,88 @@ from f8sub.experts.grouped_linear import GroupedCall, grouped_linear, local_part
 from f8sub.experts.seams import Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
-from f8sub.linear.converted import ConvertedModule, own_parameter
+from f8sub.linear.converted import ConvertedModule, LayerState, own_parameter
 from f8sub.linear.float8_linear import sources_of
 from f8sub.weights.conversion import LayerGuest
 
 
-class Float8Experts(ConvertedModule):
-    """A converted module of experts; this class stands before the module's own, see ``float8_class``.
+class ExpertsState(LayerState):
+    """Holds what f8sub knows of a module of experts.
 
     Attributes:
         seam: where its class multiplies.
-        weights: the names of its weights, and whether each is stored transposed, (E, K, N).
     """
 
+    __slots__ = ("seam",)
+
     seam: Seam
-    weights: dict[str, bool]
 
-    @property
-    def _stored(self) -> Mapping[str, bool]:
-        return self.weights
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        if "parametrizations" not in self._modules:
-            return self._run(*args, **kwargs)
-        with adapters_apart(self):
-            return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with running(self) as call:
-            own = super().forward if self.seam.forward is None else functools.partial(self.seam.forward, self)
-            y = own(*args, **kwargs)
-        if not call.multiplied and not any(map(_is_empty, (*args, *kwargs.values()))):
-            raise Float8ConfigError(
-                f"{self.fqn}: the forward of {plain_class(self).__name__} called no f8sub.grouped_linear, so it "
-                "multiplies in high precision though it was converted: call that in place of torch's grouped product, "
-                "or leave the module out with skip="
-            )
-        return y
-
-    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        # torchtitan's seam.
-        return grouped_linear(A, B_t, offs, transposed=True)
-
-    def format_of(self, name: str) -> Float8Format | None:
+    @override
+    def format_of(self, module: torch.nn.Module, name: str) -> Float8Format | None:
         """The codes' format of a weight as it is stored, all experts' rows as one matrix; None in high precision."""
         format = self.plan.recipe.fprop.b
         if format is None:
             return None
-        rows = own_parameter(self, name).shape[1]
+        rows = own_parameter(module, name).shape[1]
         return stored_format(format, rows, self.weights[name])
 
-    def rowwise(self, name: str, dtype: torch.dtype) -> ExpertWeights:
+    def rowwise(self, module: torch.nn.Module, name: str, dtype: torch.dtype) -> ExpertWeights:
         """The codes of this rank's experts that fprop in ``dtype`` reads of a weight, which is gathered."""
         format = self.plan.recipe.fprop.b
         if format is None:
             raise RuntimeError(f"{self.fqn}.{name} is read in high precision, so it has no codes")
-        call = GroupedCall(self.plan, dtype, self.weights[name], sources_of(self, self.plan.recipe, name))
-        return rowwise_of_experts(local_part(own_parameter(self, name)), format, call)
+        sources = sources_of(module, self.plan.recipe, name)
+        call = GroupedCall(self.plan, dtype, self.weights[name], sources)
+        return rowwise_of_experts(local_part(own_parameter(module, name)), format, call)
 
-    def is_gathered(self, name: str) -> bool:
+    @override
+    def is_gathered(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""
         every_gemm_reads_codes = None not in self.plan.recipe.formats("w")
-        return self.float8_all_gather and every_gemm_reads_codes and self.format_of(name) is not None
+        return self.float8_all_gather and every_gemm_reads_codes and self.format_of(module, name) is not None
 
-    def enter_weights(self) -> None:
-        """Also among the modules that weights tell."""
-        adapters.enter(self)
-        super().enter_weights()
+    @override
+    def enter_weights(self, module: torch.nn.Module) -> None:
+        """Enter the weights, and the module among those that weights are asked for."""
+        adapters.enter(module)
+        super().enter_weights(module)
+
+
+class Float8Experts(ConvertedModule):
+    """A converted module of experts; this class stands before the module's own, see ``float8_class``."""
+
+    _f8sub: ExpertsState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        seam = self._f8sub.seam
+        own = super().forward if seam.forward is None else functools.partial(seam.forward, self)
+        if "parametrizations" not in self._modules:
+            return _run(self, own, args, kwargs)
+        with adapters_apart(self):
+            return _run(self, own, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no name to be found by; that of what was converted has.
         return _new_module, (plain_class(self),), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+class _ByMethod(Float8Experts):
+    """One whose own class multiplies by a method ``_grouped_mm``, as torchtitan's do."""
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return grouped_linear(A, B_t, offs, transposed=True)
+
+
+def _run(module: Float8Experts, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with running(module) as call:
+        y = forward(*args, **kwargs)
+    if not call.multiplied and not any(map(_is_empty, (*args, *kwargs.values()))):
+        raise Float8ConfigError(
+            f"{module._f8sub.fqn}: the forward of {plain_class(module).__name__} called no f8sub.grouped_linear, so it "
+            "multiplies in high precision though it was converted: call that in place of torch's grouped product, "
+            "or leave the module out with skip="
+        )
+    return y
 
 
 def _is_empty(given: Any) -> bool:
@@ -97,7 +108,8 @@ _made: dict[type[torch.nn.Module], type[Float8Experts]] = {}
 def float8_class(cls: type[torch.nn.Module]) -> type[Float8Experts]:
     """The class that experts of ``cls`` turn into."""
     if cls not in _made:
-        _made[cls] = type(f"Float8{cls.__name__}", (Float8Experts, cls), {"__module__": cls.__module__})
+        ours = _ByMethod if callable(getattr(cls, "_grouped_mm", None)) else Float8Experts
+        _made[cls] = type(f"Float8{cls.__name__}", (ours, cls), {"__module__": cls.__module__})
     return _made[cls]
 
 
@@ -117,4 +129,4 @@ class StoredTransposed(LayerGuest):
 
     @override
     def alike(self, layer: torch.nn.Module) -> dict[str, str]:
-        return {"stored transposed": str(layer.weights)} if isinstance(layer, Float8Experts) else {}
+        return {"stored transposed": str(layer._f8sub.weights)} if isinstance(layer, Float8Experts) else {}

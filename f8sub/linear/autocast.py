@@ -20,7 +20,7 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format, why_not_derivable
 from f8sub.kernels.gemm.select import Plan
-from f8sub.linear.saved_input import AUTO, why_not_kept
+from f8sub.linear.saved_input import why_not_kept
 from f8sub.recipe import HIGH_PRECISION_GEMM, Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import (
@@ -116,11 +116,12 @@ def plan_in_use(layer: Any, weight: torch.Tensor) -> Any:
         if task != -1 and (innermost is None or innermost[1][0] != task):
             return _plan_of_repeated(layer)
     if innermost is None or innermost[0] is None:
-        return layer.plan
-    asked = _asked(layer.plan.key, innermost[0], _is_codes(weight), getattr(layer, "keep_x", AUTO))
+        return layer._f8sub.plan
+    state = layer._f8sub
+    asked = _asked(state.plan.key, innermost[0], _is_codes(weight), state.keep_x)
     plan: Any = getattr(_plans, asked)
     if isinstance(plan, str):
-        raise Float8ConfigError(f"{layer.fqn}: {plan}")
+        raise Float8ConfigError(f"{state.fqn}: {plan}")
     return plan
 
 
@@ -141,7 +142,7 @@ def _asked(own: str, key: str, codes: bool, keep_x: str) -> str:
         own: key of the plan that the layer was converted with; dynamo of 2.11 cannot hand over the plan itself.
         key: see ``key_of``.
         codes: see ``_is_codes``.
-        keep_x: the layer's; experts have "auto".
+        keep_x: the layer's.
     """
     name = f"{key} for {own}, codes={codes}, keep_x={keep_x}"
     if not hasattr(_plans, name):
@@ -182,7 +183,7 @@ class _Record:
     """The plans that a layer's forwards used, for forwards that activation checkpointing may repeat."""
 
     def __init__(self, layer: Any) -> None:
-        self._converted = layer.converted
+        self._converted = layer._f8sub.conversion
         self._nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._changes = -1
         self._without_graph: set[Any] = set()
@@ -259,14 +260,14 @@ def _plan_of_repeated(layer: Any) -> Any:
     # Every forward of the layer in this graph used that plan, whichever of them is repeated.
     if len(plans) == 1:
         return plans.pop()
-    plans = plans or record.others(layer.plan)
+    plans = plans or record.others(layer._f8sub.plan)
     # No forward used another plan, so this one did not either.
     if not plans:
-        return layer.plan
+        return layer._f8sub.plan
     names = ", ".join(sorted(plan.recipe.name for plan in plans))
     raise Float8ConfigError(
-        f"{layer.fqn}: its forward is repeated inside backward by activation checkpointing, and a context around the "
-        f"checkpointed function had it run with {names} before. Enter f8sub.autocast inside the "
+        f"{layer._f8sub.fqn}: its forward is repeated inside backward by activation checkpointing, and a context "
+        f"around the checkpointed function had it run with {names} before. Enter f8sub.autocast inside the "
         "checkpointed function"
     )
 

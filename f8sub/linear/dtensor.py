@@ -14,13 +14,14 @@ ranks, one all-reduce makes them. The column scales that a re-encoded weight get
 are of the rank's own part again.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from f8sub.delayed.state import states_of
+from f8sub.delayed.state import places_of, states_of
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Tile
 from f8sub.kernels.gemm.select import Plan
@@ -311,9 +312,20 @@ def place(
     """
     if plan.recipe.delayed is not None and any(is_dtensor(state.scale) for state in states_of(layer)):
         raise Float8ConfigError(
-            f"{layer.fqn}: its style in parallelize_module's plan distributed its amax histories; "
+            f"{layer._f8sub.fqn}: its style in parallelize_module's plan distributed its amax histories; "
             "delayed scaling takes Float8ColwiseParallel and Float8RowwiseParallel of f8sub.tensor_parallel"
         )
-    places = Places.of(layer, weight, x)
-    of_parts = places.sources(layer, plan, weight, x, sources)
+    places = Places.of(layer._f8sub, weight, x)
+    of_parts = places.sources(layer._f8sub, plan, weight, x, sources)
     return Placed(*places.local(x, weight, bias), places.adds_bias, of_parts, places.whole)
+
+
+@contextlib.contextmanager
+def histories_left_alone(layer: torch.nn.Module) -> Iterator[None]:
+    """Hide a layer's histories: torch's styles take every module in a linear layer for one, and shard its buffers."""
+    # Taken out while the style runs, and put back as it was.
+    states = {place: layer._modules.pop(place) for place in places_of(layer)}
+    try:
+        yield
+    finally:
+        layer._modules.update(states)

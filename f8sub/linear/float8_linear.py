@@ -17,12 +17,12 @@ Compiled forwards of layers whose weight or x is a DTensor of float8 are one nod
 AOTAutograd runs the node while it traces, with tensors that show what is in them, and so compiles what is in the node.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-from f8sub.delayed import state
 from f8sub.delayed.state import delayed_sources_of
 from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
@@ -32,7 +32,7 @@ from f8sub.kernels.quantize import derive_columnwise_in_backward, quantize, smal
 from f8sub.kernels.scales import CURRENT_SOURCES, Sources
 from f8sub.linear import autocast
 from f8sub.linear.checkpointing import as_mm, mm_in_graph
-from f8sub.linear.converted import ConvertedModule
+from f8sub.linear.converted import ConvertedModule, LayerState
 from f8sub.linear.dtensor import Places, place
 from f8sub.linear.saved_input import GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.shared_input import Call
@@ -194,7 +194,7 @@ def _plain(w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> Sources:
     """The sources of a forward that begins now, of the product with the weight of that name."""
-    return CURRENT_SOURCES if recipe.scaling is None else state.delayed_sources_of(layer, recipe, name)
+    return CURRENT_SOURCES if recipe.scaling is None else delayed_sources_of(layer, recipe, name)
 
 
 class _TracedMatmul(Float8Matmul):
@@ -248,7 +248,7 @@ def one_node(
     if plan.recipe.scaling is not None:
         return _eagerly(layer, x)
     enter_graph_functions()
-    return _node(x, weight, bias, plan.key, dtype, layer.keep_x)
+    return _node(x, weight, bias, plan.key, dtype, layer._f8sub.keep_x)
 
 
 class Float8Linear(ConvertedModule, torch.nn.Linear):
@@ -257,16 +257,9 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
     x is float32, bfloat16 or float16, with any leading dims, and need not have the weight's dtype. y has x's dtype, or
     that of ``torch.autocast``. The bias is added in high precision.
 
-    Attributes:
-        plan: the recipe and the backend of each GEMM, where no context asks for another.
-        fqn: the layer's name in the model that was converted, for errors and reports.
-        converted: the conversion that the weight is of.
-        float8_all_gather: whether FSDP2 gathers the weight as float8.
-        keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``.
+    Its only attribute besides those of nn.Linear is ``_f8sub``, which has the layer's ``plan``, with its ``recipe``,
+    ``fqn``, ``float8_all_gather`` and ``keep_x``; users' classes and code may take any other name.
     """
-
-    keep_x: str
-    _stored: Mapping[str, bool] = {"weight": False}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Float8ConfigError(
@@ -276,23 +269,24 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
         x = input  # nn.Linear's name, which callers and sharding plans know it by
+        state = self._f8sub
         if x.dtype not in HIGH_PRECISION:
             raise TypeError(
-                f"{self.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
+                f"{state.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
                 f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
             )
         weight: torch.Tensor = self.weight
         # Not in_features: a rank may have a part of the weight, as a plain tensor, which reads a part of x.
         if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise Float8ShapeError(
-                f"{self.fqn}: expected an input of shape (..., {weight.size(-1)}), got {tuple(x.shape)}; look at what "
+                f"{state.fqn}: expected an input of shape (..., {weight.size(-1)}), got {tuple(x.shape)}; look at what "
                 "calls the layer"
             )
         device = "cpu" if x.is_cpu else x.device.type
         dtype = autocast_dtype(device) or x.dtype
-        if self.plan.device.type != device:
-            self.follow(x.device)
-        plan = autocast.plan_in_use(self, weight) if autocast.was_entered else self.plan
+        if state.plan.device.type != device:
+            state.follow(x.device)
+        plan = autocast.plan_in_use(self, weight) if autocast.was_entered else state.plan
         sources = CURRENT_SOURCES if plan.recipe.scaling is None else delayed_sources_of(self, plan.recipe)
         bias: torch.Tensor | None = self.bias
         adds_bias = True
@@ -305,14 +299,25 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
         y: torch.Tensor
         call = plan, dtype, sources
         if torch.is_grad_enabled():
-            y = apply(Float8Matmul, x, weight, bias, call, self.keep_x, adds_bias)
+            y = apply(Float8Matmul, x, weight, bias, call, state.keep_x, adds_bias)
         else:
             y, *_ = fprop(x, weight, bias if adds_bias else None, call, None)
         if autocast.was_entered:
             autocast.remember(self, plan, y)
         return y if whole is None else whole(y)
 
-    def format_of(self, name: str) -> Float8Format | None:
+
+class LinearState(LayerState):
+    """Holds what f8sub knows of a linear layer."""
+
+    __slots__ = ()
+
+    @override
+    def format_of(self, module: torch.nn.Module, name: str) -> Float8Format | None:
         """The format that one of the GEMMs reads the weight in, fprop's before the others'."""
         recipe = self.plan.recipe
         return recipe.fprop.b or recipe.dgrad.b or recipe.wgrad.b
+
+
+WEIGHT = {"weight": False}
+"""``LayerState.weights`` of linear layers."""

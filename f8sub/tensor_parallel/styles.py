@@ -6,9 +6,7 @@ With torch's own styles layers multiply in float8 too, of inputs that are sent i
 those of the whole x: one scale per tensor is of the largest amax of all ranks, scales of rows are sent with the rows.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT_SOURCES, LayerSource, Sources
 from f8sub.linear.converted import plan_of
-from f8sub.linear.dtensor import Cut, Named
+from f8sub.linear.dtensor import Cut, Named, histories_left_alone
 from f8sub.linear.float8_linear import Float8Linear, Unnamed, sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -55,8 +53,8 @@ class Float8ColwiseParallel(ColwiseParallel):
         layer = _converted(module, self)
         # A replicated input is not gathered, so any recipe will do.
         if self.input_layouts[0].is_shard():
-            check_can_be_sent(layer.plan.recipe, layer.fqn, shared=False)
-        with _histories_left_alone(layer):
+            check_can_be_sent(layer._f8sub.plan.recipe, layer._f8sub.fqn, shared=False)
+        with histories_left_alone(layer):
             return super()._apply(module, device_mesh)
 
 
@@ -70,7 +68,7 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        with _histories_left_alone(_converted(module, self)):
+        with histories_left_alone(_converted(module, self)):
             return super()._apply(module, device_mesh)
 
 
@@ -149,18 +147,19 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                 "before parallelize_module, or take torch's PrepareModuleInput"
             )
         # One x is sent once, so all that read it have to take the same float8.
-        first, recipe = layers[0], layers[0].plan.recipe
+        first, recipe = layers[0], layers[0]._f8sub.plan.recipe
+        name = first._f8sub.fqn
         for layer in layers:
-            if layer.plan.recipe.formats("x") != recipe.formats("x"):
+            if layer._f8sub.plan.recipe.formats("x") != recipe.formats("x"):
                 raise Float8ConfigError(
-                    f"{type(self).__name__}: {first.fqn} with recipe {recipe.name!r} and {layer.fqn} with recipe "
-                    f"{layer.plan.recipe.name!r} read their inputs differently; name a layer that reads this one with "
-                    "fwd_config_submodule_fqn"
+                    f"{type(self).__name__}: {name} with recipe {recipe.name!r} and {layer._f8sub.fqn} with recipe "
+                    f"{layer._f8sub.plan.recipe.name!r} read their inputs differently; name a layer that reads this "
+                    "one with fwd_config_submodule_fqn"
                 )
-        format = check_can_be_sent(recipe, first.fqn, shared=True)
+        format = check_can_be_sent(recipe, name, shared=True)
         if self.float8_dtype not in (None, format.dtype):
             raise Float8ConfigError(
-                f"{first.fqn}: float8_dtype={self.float8_dtype}, and recipe {recipe.name!r} reads x as {format}; leave "
+                f"{name}: float8_dtype={self.float8_dtype}, and recipe {recipe.name!r} reads x as {format}; leave "
                 "float8_dtype out"
             )
         return first
@@ -221,7 +220,7 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     device = "cpu" if x.is_cpu else x.device.type
     dtype = autocast_dtype(device) or x.dtype
     if not torch.compiler.is_compiling():
-        return _gathered(x, plan, dtype, layer, sources_of(layer, plan.recipe), shared)
+        return _gathered(x, plan, dtype, layer._f8sub, sources_of(layer, plan.recipe), shared)
     if shared or plan.recipe.scaling is not None:
         # A shared x may leave its graph, to which its gradient would be another DTensor of float8.
         return _eagerly(x, layer, shared)
@@ -321,15 +320,3 @@ def _converted(module: torch.nn.Module, style: Any) -> Float8Linear:
             "parallelize_module, or take torch's style of that name for a layer that stays in high precision"
         )
     return module
-
-
-@contextlib.contextmanager
-def _histories_left_alone(layer: Float8Linear) -> Iterator[None]:
-    """Hide a layer's histories: torch's styles take every module in a linear layer for one, and shard its buffers."""
-    # Taken out while the style runs, and put back as it was.
-    states = layer._modules.pop("scaling_states", None)
-    try:
-        yield
-    finally:
-        if states is not None:
-            layer._modules["scaling_states"] = states

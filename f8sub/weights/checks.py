@@ -21,7 +21,7 @@ from f8sub.version import __version__
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, ParamDtypes
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.layout import ShardLayout
-from f8sub.weights.weight import WeightRecord
+from f8sub.weights.weight import STATE, WeightRecord
 
 
 def gather_values(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -63,13 +63,13 @@ def compare(records: Sequence[WeightRecord], dtypes: ParamDtypes, exchange: Exch
 
 
 def _of_layer(record: WeightRecord, device: torch.device, conversion: Conversion) -> dict[str, str]:
-    """Describe what a layer multiplies by, once it came to ``device``; {} for a module that has no plan."""
+    """Describe what a layer multiplies by, once it came to ``device``; {} for a module that is not converted."""
     module = record.module
-    if not hasattr(module, "plan"):
+    if (state := vars(module).get(STATE)) is None:
         return {}
     # fully_shard moves weights to the mesh's device without a word to their layers.
-    module.follow(device)
-    plan = module.plan
+    state.follow(device)
+    plan = state.plan
     specs = {gemm: getattr(plan.recipe, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
     return {
         "recipe": plan.recipe.name,

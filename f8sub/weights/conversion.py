@@ -22,7 +22,7 @@ from f8sub.weights.agreement import all_arrive
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.layout import ShardLayout, sharded_dims
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import Weight, WeightRecord, local_tensor
+from f8sub.weights.weight import Weight, WeightRecord, conversion_of, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -138,7 +138,7 @@ class LayerGuest:
         return None
 
 
-_SEEN = "float8_seen"
+_SEEN = "_f8sub_seen"
 """Attribute of every module that ``convert_to_float8`` was given: the names of its children that were converted."""
 
 Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
@@ -194,7 +194,7 @@ class Conversion:
         for module in model.modules():
             # Copies for pipeline stages keep it.
             module.__dict__[_SEEN] = tuple(
-                name for name, child in module.named_children() if _has_weights(child)
+                name for name, child in module.named_children() if conversion_of(child)
             )
 
     @staticmethod
@@ -219,7 +219,11 @@ class Conversion:
         for fqn, module in model.named_modules():
             for name in module.__dict__.get(_SEEN, ()):
                 child = module._modules.get(name)
-                if child is None or type(child) is torch.nn.Linear or any(map(_has_weights, child.modules())):
+                if (
+                    child is None
+                    or type(child) is torch.nn.Linear
+                    or any(map(conversion_of, child.modules()))
+                ):
                     continue
                 if any(parameter.dim() > 1 for parameter in child.parameters()):
                     found[f"{fqn}.{name}".lstrip(".")] = f"{type(child).__module__}.{type(child).__name__}"
@@ -401,11 +405,6 @@ class Conversion:
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one
         return Shard(record, master, layout, dtypes.get(gathered_by), exchange, prior, sent=sent)
-
-
-def _has_weights(module: torch.nn.Module) -> bool:
-    conversion = module.__dict__.get("converted")
-    return isinstance(conversion, Conversion) and conversion.owns(module)
 
 
 _entered: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.torch_compat import is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, local_tensor
+from f8sub.weights.weight import Weight, conversion_of, local_tensor
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -219,8 +219,8 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
         made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
         if made != Conversion.made or alive != sum(conversion.alive for conversion in conversions):
-            of_modules = (module.__dict__.get("converted") for module in part.modules())
-            conversions = list(dict.fromkeys(c for c in of_modules if isinstance(c, Conversion)))
+            of_modules = map(conversion_of, part.modules())
+            conversions = list(dict.fromkeys(c for c in of_modules if c is not None))
             if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(
                     f"precompute_scales was given a {type(part).__name__}{at} that was never converted, so it has no "

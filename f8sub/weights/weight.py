@@ -40,6 +40,10 @@ Metadata = tuple["Shard", str | None]
 """The shard, and the ticket of ``Exchange.gather_input``."""
 
 
+STATE = "_f8sub"
+"""The one attribute that a converted module has of f8sub: its ``LayerState``, see ``linear/converted.py``."""
+
+
 class WeightRecord:
     """Knows a weight's name, format, module and shard, for FSDP2's hooks and for GEMMs.
 
@@ -219,9 +223,8 @@ def _codes_to_wire(
     mp_policy: "MixedPrecisionPolicy",
 ) -> tuple[tuple[torch.Tensor], Metadata]:
     record = weight._wire_record()
-    converted = getattr(module, "converted", None)
     # A weight that is tied has the record of one module.
-    if module is not record.module and (converted is None or not converted.owns(module)):
+    if module is not record.module and conversion_of(module) is None:
         raise Float8ConfigError(
             f"a {type(weight).__name__} is a parameter of a {type(module).__name__}; only a module that was converted "
             "can read the float8 that is gathered of it"
@@ -244,6 +247,14 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
 
 
 _bound_codes, _bound_rows = bound_hook(_codes_to_wire), bound_hook(_rows_to_wire)
+
+
+def conversion_of(module: torch.nn.Module) -> "Conversion | None":
+    """Return the conversion that a module's weights are of; None for a module that is not converted."""
+    state = vars(module).get(STATE)
+    conversion: Conversion | None = None if state is None else state.conversion
+    # Code that copies attributes from module to module copies this one, too.
+    return conversion if conversion is not None and conversion.owns(module) else None
 
 
 def master_of(local: torch.Tensor) -> "MasterWeight | None":

@@ -68,7 +68,7 @@ def speeds(
         if skip:
             f8sub.convert_to_float8(before, recipe, skip=skip, skip_defaults=False)
         layers = f8sub.convert_to_float8(after, recipe, skip_defaults=False).layers
-        graphs = device.type == "cuda" and REFERENCE not in layers[0].plan.gemms.values()
+        graphs = device.type == "cuda" and REFERENCE not in layers[0]._f8sub.plan.gemms.values()
         timers = {
             name: by_graph(model.step, sets, None) if graphs else by_launches(model.step, sets, device)
             for name, model in (("before", before), ("after", after))

@@ -121,8 +121,8 @@ def plan_for_the_device(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, f8sub.Float8Linear):
             with fake_h200():
-                plan = Plan.make(layer.plan.recipe, torch.device("cuda", 0), "scaled_mm")
-            layer.plan = dataclasses.replace(plan, device=torch.device("cpu"))
+                plan = Plan.make(layer._f8sub.plan.recipe, torch.device("cuda", 0), "scaled_mm")
+            layer._f8sub.plan = dataclasses.replace(plan, device=torch.device("cpu"))
             for state in states_of(layer):
                 state.is_known = True  # as it is after the first step
 
@@ -148,7 +148,7 @@ def gather(model: nn.Module) -> None:
 
 def gathered(layer: nn.Linear) -> torch.Tensor:
     if isinstance(layer, f8sub.Float8Linear):
-        format = layer.plan.recipe.fprop.b
+        format = layer._f8sub.plan.recipe.fprop.b
         codes = torch.empty(layer.weight.shape, dtype=format.dtype)
         scale_inv = torch.empty(format.tile.scale_shape(layer.weight.shape))
         return f8sub.Float8Tensor(Operand(codes, scale_inv, format), None, torch.bfloat16)

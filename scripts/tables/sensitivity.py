@@ -64,7 +64,7 @@ def measured(recipe: str, state: dict[str, torch.Tensor], tokens: list[torch.Ten
     model = f8sub.convert_to_float8(llama(), recipe=recipe)
     model.load_state_dict(state)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, f8sub.Float8Linear)}
-    plans = {name: layer.plan for name, layer in layers.items()}
+    plans = {name: layer._f8sub.plan for name, layer in layers.items()}
     begin = time.perf_counter()
     cheap = dict.fromkeys(layers, 0.0)
     for batch in tokens:
@@ -81,12 +81,12 @@ def measured(recipe: str, state: dict[str, torch.Tensor], tokens: list[torch.Ten
     turned, moved = dict.fromkeys(layers, 0.0), dict.fromkeys(layers, 0.0)
     for batch in tokens:
         for name, layer in layers.items():
-            layer.plan = high[name]
+            layer._f8sub.plan = high[name]
         loss, exact = gradient(model, batch)
         for name, layer in layers.items():
-            layer.plan = plans[name]
+            layer._f8sub.plan = plans[name]
             own_loss, own = gradient(model, batch)
-            layer.plan = high[name]
+            layer._f8sub.plan = high[name]
             turned[name] += 1 - torch.nn.functional.cosine_similarity(own, exact, 0).item()
             moved[name] += (own_loss - loss) ** 2
     each = time.perf_counter() - begin

@@ -43,9 +43,11 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
     optimizer.step()
     f8sub.precompute_scales(model)
     assert torch.isfinite(loss)
-    layers = [m for m in model.modules() if isinstance(m, f8sub.Float8Linear) and "indexer" not in m.fqn]
+    layers = [
+        m for m in model.modules() if isinstance(m, f8sub.Float8Linear) and "indexer" not in m._f8sub.fqn
+    ]
     assert layers
-    assert not any(torch.equal(m.weight, before[f"{m.fqn}.weight"]) for m in layers)
+    assert not any(torch.equal(m.weight, before[f"{m._f8sub.fqn}.weight"]) for m in layers)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -55,7 +55,9 @@ def test_the_file_has_forwards_codes_and_transformers_reads_their_values(recipe,
         if fqn in expected:
             codes, scale_inv = expected[fqn]
             right = f8sub.Float8Tensor(
-                f8sub.Operand(codes, scale_inv, model.get_submodule(fqn).plan.recipe.fprop.b), None, BF16
+                f8sub.Operand(codes, scale_inv, model.get_submodule(fqn)._f8sub.plan.recipe.fprop.b),
+                None,
+                BF16,
             ).dequantize()
         else:
             right = parameter.detach().to(BF16)

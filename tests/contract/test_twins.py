@@ -250,7 +250,7 @@ def keep_x(form: Form) -> None:
     with heard() as told:
         model = form.converted(keep_x={"layer": "high_precision"})
     if form.is_linear:
-        assert model.layer.keep_x == "high_precision"
+        assert model.layer._f8sub.keep_x == "high_precision"
     else:
         assert "patterns of keep_x that decide for no layer: 'layer' matches no linear layer" in told[0]
 
@@ -275,7 +275,7 @@ def report(form: Form) -> None:
 def export(form: Form) -> None:
     """Codes of every matrix, or a refusal where checkpoints keep experts in one tensor, which engines read so."""
     model = form.converted("blockwise")
-    if all(getattr(model.layer, "weights", {}).values()) and not form.is_linear:
+    if all(model.layer._f8sub.weights.values()) and not form.is_linear:
         assert "no codes to export" in refusal(f8sub.Float8ConfigError, f8sub.float8_state_dict, model)
         return
     found, _ = f8sub.float8_state_dict(model, dtype=torch.float32)
@@ -330,7 +330,7 @@ def copies(form: Form) -> None:
     assert getattr(copied.layer, form.weights[0]).record.module is copied.layer
     for other in (copied, Model(stored, form.call)):
         assert equal(results(other), expected)
-        assert other.layer.converted is not model.layer.converted
+        assert other.layer._f8sub.conversion is not model.layer._f8sub.conversion
     state = model.state_dict()
     assert all(type(value) is torch.Tensor for value in state.values())
     assert list(state) == list(form.plain().state_dict())

@@ -113,8 +113,8 @@ def test_a_transformer_encoder_layer_takes_no_fast_path_around_its_layers():
 
 
 def test_the_default_recipe_and_aliases_of_options():
-    assert f8sub.convert_to_float8(mlp()).up.plan.recipe == f8sub.get_recipe("tensorwise")
-    assert f8sub.convert_to_float8(mlp(), recipe_name="rowwise").up.plan.recipe.name == "rowwise"
+    assert f8sub.convert_to_float8(mlp()).up._f8sub.plan.recipe == f8sub.get_recipe("tensorwise")
+    assert f8sub.convert_to_float8(mlp(), recipe_name="rowwise").up._f8sub.plan.recipe.name == "rowwise"
     wire = [
         hasattr(f8sub.convert_to_float8(mlp(), **{name: value}).up.weight, "fsdp_pre_all_gather")
         for name in ("float8_all_gather", "enable_fsdp_float8_all_gather")
@@ -293,10 +293,10 @@ def test_a_deep_copy_of_the_model(recipe):
     model = f8sub.convert_to_float8(mlp(), recipe=recipe)
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x_of()), model(x_of()))
-    assert twin.up.converted is twin.down.converted
-    assert twin.up.converted is not model.up.converted
-    assert {record.module for record in twin.up.converted} == {twin.up, twin.down}
-    assert {record.module for record in model.up.converted} == {model.up, model.down}
+    assert twin.up._f8sub.conversion is twin.down._f8sub.conversion
+    assert twin.up._f8sub.conversion is not model.up._f8sub.conversion
+    assert {record.module for record in twin.up._f8sub.conversion} == {twin.up, twin.down}
+    assert {record.module for record in model.up._f8sub.conversion} == {model.up, model.down}
     before = model(x_of())
     for changed, other in ((twin, model), (model, twin)):
         with torch.no_grad():
@@ -309,11 +309,11 @@ def test_the_plans_of_a_model_from_another_process_have_keys_of_this_one():
     """What they stand for there is none of this process's business."""
     model, other = (f8sub.convert_to_float8(mlp(), recipe=recipe) for recipe in ("rowwise", "tensorwise"))
     sent = copy.deepcopy(model)
-    assert sent.up.plan is model.up.plan
-    for key in ("elsewhere", other.up.plan.key):
+    assert sent.up._f8sub.plan is model.up._f8sub.plan
+    for key in ("elsewhere", other.up._f8sub.plan.key):
         for layer in (sent.up, sent.down):
-            layer.plan = dataclasses.replace(model.up.plan, key=key)
+            layer._f8sub.plan = dataclasses.replace(model.up._f8sub.plan, key=key)
         arrived = pickle.loads(pickle.dumps(sent))
-        assert arrived.up.plan is arrived.down.plan is model.up.plan
+        assert arrived.up._f8sub.plan is arrived.down._f8sub.plan is model.up._f8sub.plan
         with f8sub.autocast("tensorwise"):
             assert torch.equal(arrived(x_of()), other(x_of()))

@@ -256,7 +256,7 @@ def test_copies_of_an_entered_subclass(doubled, again):
     x = x_of(32, K)
     assert type(copied[0]) is type(doubled[0])
     assert torch.equal(copied(x), doubled(x))
-    assert copied[0].converted is not doubled[0].converted
+    assert copied[0]._f8sub.conversion is not doubled[0]._f8sub.conversion
 
 
 def test_an_entered_subclass_and_back(doubled):

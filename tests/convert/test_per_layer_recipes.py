@@ -16,7 +16,7 @@ RECIPES = f8sub.recipe_names()
 
 def recipe_names(model: nn.Module) -> dict[str, str]:
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, f8sub.Float8Linear)}
-    return {fqn: layer.plan.recipe.name for fqn, layer in layers.items()}
+    return {fqn: layer._f8sub.plan.recipe.name for fqn, layer in layers.items()}
 
 
 def test_the_first_pattern_that_matches_decides():
@@ -117,6 +117,6 @@ def test_a_weight_read_in_high_precision_is_gathered_so_layer_by_layer():
     """One layer's dgrad in high precision does not take the others' float8 all-gather away."""
     sensitive = f8sub.get_recipe("tensorwise").with_high_precision(dgrad=True)
     model = f8sub.convert_to_float8(mlp(), recipe={"up": sensitive, "*": "tensorwise"})
-    assert [layer.float8_all_gather for layer in (model.up, model.down)] == [False, True]
+    assert [layer._f8sub.float8_all_gather for layer in (model.up, model.down)] == [False, True]
     assert [hasattr(layer.weight, "fsdp_pre_all_gather") for layer in (model.up, model.down)] == [False, True]
     assert "gathered in high precision" in str(f8sub.conversion_report(model))

@@ -108,7 +108,7 @@ def test_an_option_under_two_names_has_one_value():
     ):
         f8sub.convert_to_float8(mlp(), float8_all_gather=False, enable_fsdp_float8_all_gather=True)
     model = f8sub.convert_to_float8(mlp(), recipe="rowwise", recipe_name="rowwise")
-    assert model.up.plan.recipe.name == "rowwise"
+    assert model.up._f8sub.plan.recipe.name == "rowwise"
 
 
 def test_aliases_are_no_parameters_of_their_own():

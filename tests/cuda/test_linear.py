@@ -38,7 +38,7 @@ def step(layer: nn.Module, weight, x: torch.Tensor, dy: torch.Tensor) -> dict[st
 
 
 def assert_within_budget(layer, results, right) -> None:
-    plan, worst = layer.plan, {}
+    plan, worst = layer._f8sub.plan, {}
     for name, gemm in GEMMS.items():
         depth = right[name].a.shape[1]
         accumulated = promoted(getattr(plan, gemm), getattr(plan.recipe, gemm).fast_accum, depth)
@@ -104,7 +104,7 @@ def test_converted_before_it_was_moved(recipe, how):
         model[0].weight.copy_(w)
     results = step(model[0], model[0].weight, x, dy)
     right = layer_of(recipe, w)
-    assert model[0].plan.fprop == right.plan.fprop
+    assert model[0]._f8sub.plan.fprop == right._f8sub.plan.fprop
     assert_within_budget(right, results, oracle.linear(recipe, x, w, dy))
 
 

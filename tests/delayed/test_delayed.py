@@ -103,7 +103,7 @@ def test_a_first_step_multiplies_what_quantize_shows(margin, dy_margin, margin_o
     }
     for name, (matrix, headroom, used) in cases.items():
         spec = oracle.Spec(FORMAT[name], (oracle.ALL, oracle.ALL), margin=headroom)
-        shown = f8sub.quantize(matrix, layer.plan.recipe, name)
+        shown = f8sub.quantize(matrix, layer._f8sub.plan.recipe, name)
         pairs = ((shown.rowwise, used[0], matrix), (shown.columnwise, used[1], matrix.t()))
         for public, of_layer, as_stored in pairs:
             right = oracle.quantize(oracle.to_numpy(as_stored), spec)
@@ -211,7 +211,7 @@ def test_the_weight_never_saturates():
             with torch.no_grad():
                 layer.weight.mul_(10.0)
             step(layer, optimizer, number)
-            format = layer.plan.recipe.fprop.b
+            format = layer._f8sub.plan.recipe.fprop.b
             source = state_of(layer).sources(stage=False, frozen=False).w
             operand = rowwise_of(layer.weight, format, torch.float32, source)
             found = reference.dequantize(operand, torch.float32)

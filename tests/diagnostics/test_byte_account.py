@@ -109,7 +109,9 @@ def made_in_backward(y: torch.Tensor, kept: dict[int, int]) -> int:
 def test_operands_that_backward_makes(recipe, way, any_layout):
     model = model_of(recipe, way, nn.Sequential(nn.Linear(64, 96, bias=False)))
     layer = model[0]
-    layer.plan = dataclasses.replace(layer.plan, any_layout=any_layout and layer.plan.any_layout)
+    layer._f8sub.plan = dataclasses.replace(
+        layer._f8sub.plan, any_layout=any_layout and layer._f8sub.plan.any_layout
+    )
     x = gaussian((TOKENS, 64), generator(1)).requires_grad_()
     y = layer(x)
     kept = {**storages(y.grad_fn.saved_tensors), **storages(layer.weight.cell.cast[1].tensors)}

@@ -157,11 +157,11 @@ def test_a_conversion_warns_once_and_names_what_would_be_native(gpu):
 def test_layers_that_come_to_the_gpu_later_warn_once(gpu):
     model = f8sub.convert_to_float8(mlp(), "mxfp8")
     with pytest.warns(f8sub.Float8Warning, match="no native float8 GEMM"):
-        model.up.follow(CUDA)
-    model.down.follow(CUDA)  # pytest makes an error of another warning
+        model.up._f8sub.follow(CUDA)
+    model.down._f8sub.follow(CUDA)  # pytest makes an error of another warning
     assert "mxfp8, reference" in repr(model.up)
 
 
 def test_a_cpu_has_nothing_native_and_meta_multiplies_nothing_so_neither_is_told():
     model = f8sub.convert_to_float8(mlp(), "mxfp8")
-    model.up.follow(torch.device("meta"))
+    model.up._f8sub.follow(torch.device("meta"))

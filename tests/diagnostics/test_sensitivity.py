@@ -16,11 +16,11 @@ def test_nothing_of_the_model_changes(recipe):
     model = transformer(recipe)
     loss(model).backward()
     before = {n: (p.detach().clone(), p.grad.clone()) for n, p in model.named_parameters()}
-    plans = [m.plan for m in model.modules() if isinstance(m, f8sub.Float8Linear)]
+    plans = [m._f8sub.plan for m in model.modules() if isinstance(m, f8sub.Float8Linear)]
     expected = loss(model).item()
     found = f8sub.sensitivity(model, loss)
     assert loss(model).item() == expected
-    assert plans == [m.plan for m in model.modules() if isinstance(m, f8sub.Float8Linear)]
+    assert plans == [m._f8sub.plan for m in model.modules() if isinstance(m, f8sub.Float8Linear)]
     assert all(
         torch.equal(p, before[n][0]) and torch.equal(p.grad, before[n][1])
         for n, p in model.named_parameters()

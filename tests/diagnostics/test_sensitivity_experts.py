@@ -30,7 +30,7 @@ def test_harm_is_the_sum_of_the_experts_own(recipe):
     model = torch.nn.Sequential(OneProduct())
     weights = model[0].w.detach().clone()
     f8sub.convert_to_float8(model, recipe, experts=True)
-    plan = model[0].plan
+    plan = model[0]._f8sub.plan
     x, dy = gaussian((48, WIDTH_OF_X), generator(0)), gaussian((48, HIDDEN), generator(1))
     found = f8sub.sensitivity(model, lambda model: (model(x) * dy).sum())
     parts = [slice(a, b) for a, b in zip([0, *ENDS.tolist()], ENDS.tolist(), strict=False) if b > a]
@@ -40,7 +40,7 @@ def test_harm_is_the_sum_of_the_experts_own(recipe):
     right = sum(harm_of(x[part], w, dy[part], recipe) for part, w in zip(parts, used, strict=True))
     assert [(row.fqn, row.flops) for row in found.layers] == [("0", 1.0)]
     assert found.layers[0].harm == pytest.approx(right**0.5, rel=1e-3)
-    assert model[0].plan is plan
+    assert model[0]._f8sub.plan is plan
 
 
 def test_outliers_of_experts_are_told_and_nothing_changes():

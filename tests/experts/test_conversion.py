@@ -166,7 +166,7 @@ def test_users_own_experts_are_in_high_precision_until_they_are_converted():
     assert torch.equal(run(model.mlp.experts), before)
     assert type(model.mlp.experts) is OwnExperts
     assert type(model.mlp.experts.up.data) is torch.Tensor
-    assert not {"plan", "fqn", "converted", "seam"} & vars(model.mlp.experts).keys()
+    assert "_f8sub" not in vars(model.mlp.experts)
 
 
 def test_a_forward_in_place_of_the_classs_own():
@@ -285,8 +285,8 @@ def test_what_leaves_experts_as_they_are(options, reason):
 
 def test_a_recipe_by_layer():
     model = converted(own(), {"mlp.experts": "blockwise", "head": "rowwise"})
-    assert model.mlp.experts.plan.recipe.name == "blockwise"
-    assert model.head.plan.recipe.name == "rowwise"
+    assert model.mlp.experts._f8sub.plan.recipe.name == "blockwise"
+    assert model.head._f8sub.plan.recipe.name == "rowwise"
     assert "already converted with recipe 'blockwise'" in refusal(
         f8sub.Float8ConfigError, converted, model, "rowwise"
     )
@@ -295,7 +295,7 @@ def test_a_recipe_by_layer():
 def test_experts_alone_are_something_to_convert():
     model = converted(OwnExperts(3, 32, 48))
     assert isinstance(model, Float8Experts)
-    assert model.fqn == "(root)"
+    assert model._f8sub.fqn == "(root)"
     with pytest.warns(f8sub.Float8Warning, match="1 layers are float8"):
         converted(model)
     f8sub.precompute_scales(model)
@@ -346,7 +346,7 @@ def test_one_name_of_a_weight():
         pass
 
     f8sub.register_experts(OneWeight, weights="up")
-    assert list(converted(OneWeight(3, 32, 48)).weights) == ["up"]
+    assert list(converted(OneWeight(3, 32, 48))._f8sub.weights) == ["up"]
 
 
 def test_a_backend_that_experts_do_not_have_changes_nothing():

@@ -154,7 +154,7 @@ def scaled(model: nn.Module) -> None:
 
 def loaded(model: nn.Module) -> None:
     """Histories too, that have no scales yet."""
-    model.load_state_dict(transformer(model.blocks[0].q.plan.recipe, spread=1.0).state_dict())
+    model.load_state_dict(transformer(model.blocks[0].q._f8sub.plan.recipe, spread=1.0).state_dict())
 
 
 def stepped(model: nn.Module) -> None:

@@ -108,7 +108,7 @@ def test_a_backend_asked_for_by_name_is_kept():
     with f8sub.autocast(OTHER):
         plan = autocast.plan_in_use(automatic[0], automatic[0].weight)
     assert plan.fprop == select_gemm(spec, torch.device("cpu"))
-    assert automatic[0].plan.fprop == "scaled_mm"
+    assert automatic[0]._f8sub.plan.fprop == "scaled_mm"
 
 
 def test_a_backend_that_cannot_run_the_recipe_names_the_layer():

@@ -197,11 +197,11 @@ def test_layers_by_pattern_and_what_says_so():
     model = mlp()
     with pytest.warns(f8sub.Float8Warning, match="keep_x that decide for no layer: 'wo' matches no"):
         f8sub.convert_to_float8(model, keep_x={"down": "high_precision", "wo": "float8"})
-    assert (model.up.keep_x, model.down.keep_x) == ("auto", "high_precision")
+    assert (model.up._f8sub.keep_x, model.down._f8sub.keep_x) == ("auto", "high_precision")
     assert "keep_x=high_precision" in repr(model.down)
     report = f8sub.conversion_report(model)
     assert ["keep_x=high_precision" in layer.detail for layer in report.layers[:2]] == [False, True]
     assert report.idle_patterns == ("'wo' matches no linear layer",)
     f8sub.convert_from_float8(model)
-    assert not hasattr(model.down, "keep_x")
+    assert not hasattr(model.down, "_f8sub")
     assert torch.equal(model(x_of(8, K)), mlp()(x_of(8, K)))

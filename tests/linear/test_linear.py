@@ -141,17 +141,17 @@ def test_backends_are_those_of_the_device_it_is_called_on():
     """A plan for another device, as of a layer that was moved by ``p.data = t``."""
     layer = made()
     expected = layer(x_of(M, K)).detach()
-    away = dataclasses.replace(layer.plan, device=torch.device("meta"), fprop="none", any_layout=False)
-    layer.plan = away
+    away = dataclasses.replace(layer._f8sub.plan, device=torch.device("meta"), fprop="none", any_layout=False)
+    layer._f8sub.plan = away
     torch._dynamo.reset()
     with pytest.raises(Exception, match="converted for meta, and compiled for cpu"):
         torch.compile(layer, backend="eager", fullgraph=True)(x_of(M, K))
     torch._dynamo.reset()
     gc.collect()  # dynamo of torch 2.11 refers to the weight, which then cannot be swapped for another
     assert torch.equal(layer(x_of(M, K)).detach(), expected)
-    assert layer.plan.device.type == "cpu"
-    layer.plan = away
-    assert layer.to(torch.bfloat16).plan.device.type == "cpu"
+    assert layer._f8sub.plan.device.type == "cpu"
+    layer._f8sub.plan = away
+    assert layer.to(torch.bfloat16)._f8sub.plan.device.type == "cpu"
 
 
 @pytest.mark.filterwarnings("ignore::f8sub.Float8Warning")

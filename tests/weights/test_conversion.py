@@ -16,7 +16,7 @@ def converted() -> nn.Sequential:
 
 def test_records_are_those_of_the_layers_that_are_left() -> None:
     model = converted()
-    conversion = model[0].converted
+    conversion = model[0]._f8sub.conversion
     assert {record.fqn for record in conversion.records} == {"0", "1", "2"}
     del model[1]
     gc.collect()
@@ -25,7 +25,7 @@ def test_records_are_those_of_the_layers_that_are_left() -> None:
 
 def test_another_parameter_of_a_listed_layer_is_listed_and_a_list_in_use_stays() -> None:
     model = converted()
-    conversion = model[0].converted
+    conversion = model[0]._f8sub.conversion
     before = conversion.records
     conversion.add(model[0], "bias", "0.bias", None, False)
     assert {record.fqn for record in conversion.records} == {"0", "0.bias", "1", "2"}
@@ -34,7 +34,7 @@ def test_another_parameter_of_a_listed_layer_is_listed_and_a_list_in_use_stays()
 
 def test_what_is_converted_back_is_no_longer_listed() -> None:
     model = converted()
-    conversion = model[0].converted
+    conversion = model[0]._f8sub.conversion
     assert len(conversion.records) == 3
     f8sub.convert_from_float8(model)
     assert conversion.records == []
@@ -43,6 +43,6 @@ def test_what_is_converted_back_is_no_longer_listed() -> None:
 def test_a_copy_lists_its_own_weights() -> None:
     model = converted()
     copied = copy.deepcopy(model)
-    theirs = copied[0].converted.records
+    theirs = copied[0]._f8sub.conversion.records
     assert {record.module for record in theirs} == set(copied)
-    assert {record.module for record in model[0].converted.records} == set(model)
+    assert {record.module for record in model[0]._f8sub.conversion.records} == set(model)

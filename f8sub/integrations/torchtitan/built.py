@@ -105,8 +105,8 @@ def _linear(
     """
     if bias is not layer.bias:
         raise Float8ConfigError(
-            f"{layer.fqn}: its bias is one part of a sum over tensor-parallel ranks, which f8sub's layer would add as "
-            "a whole; name the layer in filter_fqns"
+            f"{layer._f8sub.fqn}: its bias is one part of a sum over tensor-parallel ranks, which f8sub's layer would "
+            "add as a whole; name the layer in filter_fqns"
         )
     return Float8Linear.forward(layer, input)
 

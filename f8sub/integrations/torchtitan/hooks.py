@@ -66,7 +66,7 @@ def _wrappers() -> list[Any]:
     return found
 
 
-PRECOMPUTE = "float8_precompute_scales"
+PRECOMPUTE = "_f8sub_precompute_scales"
 """Attribute of a converted model: whether scales are wanted after each step. Copies for pipeline stages keep it."""
 
 _attached: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -141,13 +141,13 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
         for part in model_parts
         for fqn, module in part.named_modules()
         if is_converted(module)
-        for name in module.converted.names_of(module)
+        for name in module._f8sub.conversion.names_of(module)
     }
     lost = {}
     for fqn, (module, name) in weights.items():
         parameter = module._parameters.get(name)
         local = None if parameter is None else local_tensor(parameter)
-        gathered = module.converted.record_of(module, name).gathered
+        gathered = module._f8sub.conversion.record_of(module, name).gathered
         if not (isinstance(local, MasterWeight) and (hasattr(local, "fsdp_pre_all_gather") or not gathered)):
             # Another tensor took the weight's place: FSDP2 finds no hooks on it and would
             # gather high precision silently.
@@ -173,8 +173,8 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         for fqn, block in part.named_modules()
         if _is_compiled(block)
         for name, layer in block.named_modules()
-        if isinstance(layer, Float8Linear) and layer.float8_all_gather and _is_cut_twice(layer)
-        if layer.plan.recipe.scaling is not None
+        if isinstance(layer, Float8Linear) and layer._f8sub.float8_all_gather and _is_cut_twice(layer)
+        if layer._f8sub.plan.recipe.scaling is not None
     }
     plain = _gathered_as_local(layers)
     found = [fqn for layer, fqn in layers.items() if layer not in plain]
@@ -219,7 +219,7 @@ def _gathered_as_local(layers: Iterable[torch.nn.Module]) -> set[torch.nn.Module
     return local.intersection(layers)
 
 
-WANTED = "float8_monitor"
+WANTED = "_f8sub_monitor"
 """Attribute of a converted model: one step of how many is measured, and the file. Copies for pipelines keep it."""
 
 FILE = "numerics.jsonl"
@@ -341,7 +341,7 @@ def _reduce(model: torch.nn.Module, args: Any) -> None:
         REDUCTIONS[model] = reduce_gradients_in_float8(model, measure=every > 0, measure_every=max(1, every))
 
 
-KEEP = "float8_checkpoint_policy"
+KEEP = "_f8sub_checkpoint_policy"
 """Attribute of a converted model: what its policy keeps. Copies for pipelines have it, too."""
 
 

@@ -45,7 +45,7 @@ class Probe(Guest):
 
 def of_a_guest() -> nn.Module:
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 48, 32)), recipe="rowwise")
-    model.layers[0].converted.guests.append(Probe(model.layers[0].converted))
+    model.layers[0]._f8sub.conversion.guests.append(Probe(model.layers[0]._f8sub.conversion))
     Conversion.counts_steps = True
     return model
 
@@ -81,7 +81,7 @@ class Spied:
 
 
 def spy(model: nn.Module) -> tuple[Exchange, Spied]:
-    (exchange,) = model.layers[0].converted.exchanges.values()
+    (exchange,) = model.layers[0]._f8sub.conversion.exchanges.values()
     ((guest, region),) = exchange.table.regions.items()
     exchange.table.regions[guest] = Spied(region)
     return exchange, exchange.table.regions[guest]

@@ -46,7 +46,7 @@ def what_is_gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     for layer in float8_layers(model):
         rowwise = layer.weight.rowwise
         for index, tensor in enumerate(rowwise.tensors):
-            found[f"{layer.fqn}.{index}"] = tensor.contiguous().view(torch.uint8).clone()
+            found[f"{layer._f8sub.fqn}.{index}"] = tensor.contiguous().view(torch.uint8).clone()
     for block in model.blocks:
         block.reshard()
     return found

@@ -62,10 +62,10 @@ def test_every_recipe_converts_the_blocks_and_not_the_head(recipe):
     model = on_meta(config)
     assert sorted(converted(model)) == sorted(f"layers.{i}.{name}" for i in range(6) for name in DENSE)
     layer = model.layers["0"].feed_forward.w1
-    assert layer.plan.recipe == get_recipe(recipe)
-    assert layer.float8_all_gather == (None not in get_recipe(recipe).formats("w"))
+    assert layer._f8sub.plan.recipe == get_recipe(recipe)
+    assert layer._f8sub.float8_all_gather == (None not in get_recipe(recipe).formats("w"))
     assert plain_linears(config)
-    assert len({id(model.get_submodule(fqn).converted) for fqn in converted(model)}) == 1
+    assert len({id(model.get_submodule(fqn)._f8sub.conversion) for fqn in converted(model)}) == 1
 
 
 @alone
@@ -139,7 +139,7 @@ def test_the_command_line_alone():
     apply_overrides(config.override, config)
     model = on_meta(taken)
     assert {fqn.split(".")[-1] for fqn in converted(model)} == {"w1", "w2", "w3"}
-    assert model.layers["0"].feed_forward.w1.plan.recipe.name == "rowwise"
+    assert model.layers["0"].feed_forward.w1._f8sub.plan.recipe.name == "rowwise"
     model.to_empty(device="cpu")
     optimizers = config.optimizer.build(model_parts=[model])
     assert optimizers in hooks._attached
@@ -278,8 +278,8 @@ def test_copies_pickles_and_the_way_back():
     stage = copy.deepcopy(model)
     copied = stage.layers["0"].feed_forward.w1
     assert type(copied) is type(layer)
-    assert copied.converted is not layer.converted
-    assert len(copied.converted.records) == 30
+    assert copied._f8sub.conversion is not layer._f8sub.conversion
+    assert len(copied._f8sub.conversion.records) == 30
     assert stage.float8_precompute_scales
 
     copied.to_empty(device="cpu")

@@ -48,8 +48,8 @@ def test_the_converter_is_found_by_its_name_and_on_by_default(tmp_path):
     dense = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
     dense += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     assert set(found) == {f"layers.{i}.{name}" for i in range(2) for name in dense}
-    assert {layer.plan.recipe.name for layer in found.values()} == {"tensorwise"}
-    assert all(layer.float8_all_gather for layer in found.values())
+    assert {layer._f8sub.plan.recipe.name for layer in found.values()} == {"tensorwise"}
+    assert all(layer._f8sub.float8_all_gather for layer in found.values())
 
 
 @alone
@@ -57,11 +57,11 @@ def test_the_section_is_parsed_and_the_command_line_wins(tmp_path):
     section = '[f8sub]\nrecipe_name = "blockwise"\nfilter_fqns = ["attention"]\nemulate = true'
     found = layers(converted_by(parsed(tmp_path, section)))
     assert {fqn.split(".")[-1] for fqn in found} == {"w1", "w2", "w3"}
-    assert {layer.plan.recipe.name for layer in found.values()} == {"blockwise"}
-    assert {layer.plan.backend for layer in found.values()} == {"reference"}
+    assert {layer._f8sub.plan.recipe.name for layer in found.values()} == {"blockwise"}
+    assert {layer._f8sub.plan.backend for layer in found.values()} == {"reference"}
     options = "--f8sub.recipe_name=rowwise", "--f8sub.filter_fqns=layers.0.,w2", "--f8sub.no-emulate"
     found = layers(converted_by(parsed(tmp_path, section, *options)))
-    assert {layer.plan.recipe.name for layer in found.values()} == {"rowwise"}
+    assert {layer._f8sub.plan.recipe.name for layer in found.values()} == {"rowwise"}
     assert set(found) == {f"layers.1.{name}" for name in ("feed_forward.w1", "feed_forward.w3")} | {
         f"layers.1.attention.{name}" for name in ("wq", "wk", "wv", "wo")
     }
@@ -74,8 +74,8 @@ def test_options_of_recipes_on_the_command_line(tmp_path):
     model = converted_by(parsed(tmp_path, "", *others, "--f8sub.recipe_options", *options.split()))
     said = {"margin": 3, "reduce_amax": False, "amax_compute_algo": "most_recent"}
     found = layers(model).values()
-    assert {layer.plan.recipe for layer in found} == {f8sub.get_recipe("delayed", **said)}
-    assert {layer.keep_x for layer in found} == {"recompute"}
+    assert {layer._f8sub.plan.recipe for layer in found} == {f8sub.get_recipe("delayed", **said)}
+    assert {layer._f8sub.keep_x for layer in found} == {"recompute"}
 
 
 @alone
@@ -92,9 +92,11 @@ wo = "high_precision"
 """
     found = layers(converted_by(parsed(tmp_path, section)))
     grid = f8sub.get_recipe("gridquant", block=64, dy=torch.float8_e4m3fn)
-    assert found["layers.1.feed_forward.w2"].plan.recipe == grid
-    assert found["layers.1.attention.wo"].plan.recipe == f8sub.get_recipe("nvfp4", hadamard=True)
-    assert {fqn.split(".")[-1] for fqn, layer in found.items() if layer.keep_x == "high_precision"} == {"wo"}
+    assert found["layers.1.feed_forward.w2"]._f8sub.plan.recipe == grid
+    assert found["layers.1.attention.wo"]._f8sub.plan.recipe == f8sub.get_recipe("nvfp4", hadamard=True)
+    assert {
+        fqn.split(".")[-1] for fqn, layer in found.items() if layer._f8sub.keep_x == "high_precision"
+    } == {"wo"}
 
 
 @alone

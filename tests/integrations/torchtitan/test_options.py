@@ -29,7 +29,7 @@ def from_the_command_line(*options: str) -> Any:
 
 
 def recipe_of(model: torch.nn.Module, name: str = "feed_forward.w1") -> f8sub.Recipe:
-    return model.layers["0"].get_submodule(name).plan.recipe
+    return model.layers["0"].get_submodule(name)._f8sub.plan.recipe
 
 
 RECIPES = {
@@ -61,7 +61,7 @@ def test_all_three_together():
     model = from_the_command_line("--override.imports", f"f8sub.titan.float8={json.dumps(said)}")
     assert recipe_of(model) == f8sub.get_recipe("delayed", margin=1.5)
     assert recipe_of(model, "attention.wo") == f8sub.get_recipe("gridquant", block=64)
-    assert model.layers["0"].attention.wo.keep_x == "high_precision"
+    assert model.layers["0"].attention.wo._f8sub.keep_x == "high_precision"
 
 
 @alone

@@ -89,7 +89,7 @@ def test_dgrad_reads_the_gathered_codes_where_fprop_reads_what_they_stand_for(ra
     stack = f8sub.convert_to_float8(seed_weights(Stack(32, 48)), recipe="tensorwise")
     sharded, found = shard(stack, BF16), []
     f8sub.precompute_scales(sharded)
-    recipe = stack.layers[0].plan.recipe
+    recipe = stack.layers[0]._f8sub.plan.recipe
     for entered in (f8sub.autocast(), f8sub.autocast(recipe.with_high_precision(fprop=True))):
         x = gaussian((16, 32), generator(1)).bfloat16().requires_grad_()
         with entered:

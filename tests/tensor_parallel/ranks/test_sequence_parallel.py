@@ -253,7 +253,7 @@ def delayed_steps(rank: int, world: int, how: str) -> list[torch.Tensor]:
         x, dy = ((1.0 + step) * t[:, tokens] for t in inputs())
         model(x.requires_grad_()).backward(dy)
         update(model, optimizer)
-    model[0].w3.converted.settle()
+    model[0].w3._f8sub.conversion.settle()
     return [buffer.clone() for buffer in model.buffers()]
 
 

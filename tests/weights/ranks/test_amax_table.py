@@ -26,7 +26,7 @@ from tests.selection import long_but
 
 def tables_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of each table, by name."""
-    for table in model.layers[0].converted.exchanges.values():
+    for table in model.layers[0]._f8sub.conversion.exchanges.values():
         table.settle()
         for name in ("whole", "_scale", "_scale_inv"):
             yield name, getattr(table.table, name).cpu().clone()

@@ -180,7 +180,7 @@ def train(model: nn.Module, rank: int, *, synchronized: bool = False, kept: bool
     losses, reductions, in_float8 = [], [], set()
 
     def look(layer: nn.Module, args: object) -> None:
-        gathered, format = layer.weight, layer.plan.recipe.fprop.b
+        gathered, format = layer.weight, layer._f8sub.plan.recipe.fprop.b
         in_float8.add(isinstance(gathered, f8sub.Float8Tensor) and gathered.rowwise.format == format)
 
     for layer in float8_layers(model):

@@ -72,7 +72,7 @@ def train(rank: int, world: int, recipe: str, schedule: str, all_gather: bool) -
             optimizer.zero_grad()
             f8sub.precompute_scales(modules)
         reduces.append(wire.all_reduces)
-    names = {layer.fqn for m in modules for layer in float8_layers(m)}
+    names = {layer._f8sub.fqn for m in modules for layer in float8_layers(m)}
     return {"losses": losses, "names": names, "reduces": reduces}
 
 

@@ -239,7 +239,7 @@ def test_codes_that_are_held_hold_no_other_weight(rank, world):
     fully_shard(model.requires_grad_(False))
     f8sub.drop_high_precision(model)
     model(gaussian((8, 32), generator(1)))
-    conversion, other = model.layers[0].converted, shard_of(model.layers[1])
+    conversion, other = model.layers[0]._f8sub.conversion, shard_of(model.layers[1])
     references = [weakref.ref(each) for each in (model, conversion, other)]
     weight = model.layers[0].weight
     del model, conversion, other

@@ -82,7 +82,7 @@ def test_a_model_is_freed_with_all_that_is_kept_for_it(rank, world, options):
     def used() -> tuple[weakref.ref, ...]:
         model = shard(model_of(**options))
         use(model, masters="primary_weights" in options)
-        return weakref.ref(model), weakref.ref(model.layers[0].converted)
+        return weakref.ref(model), weakref.ref(model.layers[0]._f8sub.conversion)
 
     found = used()
     gc.collect()
@@ -90,7 +90,7 @@ def test_a_model_is_freed_with_all_that_is_kept_for_it(rank, world, options):
 
 
 def exchange_of(model: nn.Module) -> Exchange:
-    (exchange,) = model.layers[0].converted.exchanges.values()
+    (exchange,) = model.layers[0]._f8sub.conversion.exchanges.values()
     return exchange
 
 

@@ -135,7 +135,7 @@ def test_another_operator_of_fsdps_is_refused(rank, world):
     """Which would be given the bytes, and copies, of what has no memory yet."""
     model = fully_shard(transformer("tensorwise"))
     f8sub.precompute_scales(model)
-    shards = [s for e in model.blocks[0].q.converted.exchanges.values() for s in e.table.shards]
+    shards = [s for e in model.blocks[0].q._f8sub.conversion.exchanges.values() for s in e.table.shards]
     pending = shards[0].pending(shards[0].master)
     with torch.library._scoped_library("fsdp", "FRAGMENT") as library:
         library.define("copy_in_of_another_version(Tensor input) -> ()")

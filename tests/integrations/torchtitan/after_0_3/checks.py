@@ -183,7 +183,7 @@ def test_the_page_and_the_api_show_what_runs():
     )
     exec(COMMANDS["titan_Float8Transform"].removeprefix("```py\n").removesuffix("```"), names)
     layer = built(names["llama3_8b_rowwise"]()).layers["1"].wo
-    assert layer.plan.recipe.name == "rowwise"
+    assert layer._f8sub.plan.recipe.name == "rowwise"
 
 
 def test_the_command_line_of_f8sub_finds_recipes():

@@ -39,7 +39,7 @@ from f8sub.torch_compat import (
     untraced,
 )
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.weight import Weight
+from f8sub.weights.weight import RAW, Weight, written_raw
 
 
 class GroupedCall(NamedTuple):
@@ -440,6 +440,8 @@ def _check(owner: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor
             f"{_name_of(owner)}: experts take tokens of {', '.join(map(str, HIGH_PRECISION))}, got {x.dtype} of shape "
             f"{tuple(x.shape)}; convert them with .to(torch.bfloat16)"
         )
+    if owner is not None and weight.dtype in RAW:
+        raise written_raw(_name_of(owner), weight.dtype)
     dtype = getattr(offs, "dtype", type(offs).__name__)
     if dtype not in (torch.int32, torch.int64):
         raise Float8ShapeError(

@@ -40,10 +40,7 @@ from f8sub.recipe import GemmSpec, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import apply, autocast_dtype, compiling, dispatch_stack_size, is_dtensor, untraced
 from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
-from f8sub.weights.weight import (
-    Weight,
-    local_tensor,
-)
+from f8sub.weights.weight import RAW, Weight, local_tensor, written_raw
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -276,6 +273,8 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
                 f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
             )
         weight: torch.Tensor = self.weight
+        if weight.dtype in RAW:
+            raise written_raw(state.fqn, weight.dtype)  # past every operator, as by ``weight.data = codes``
         # Not in_features: a rank may have a part of the weight, as a plain tensor, which reads a part of x.
         if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise Float8ShapeError(

@@ -69,7 +69,7 @@ class AmaxTable:
             self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
             with no_torch_dispatch():
-                amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
+                amaxes = torch._foreach_norm([shard.checked(shard.master) for shard in whole], torch.inf)
             # All weights have one amax: their entries are every _SLOT-th, and a strided write needs no index tensor.
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:

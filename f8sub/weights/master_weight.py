@@ -28,7 +28,7 @@ from f8sub.torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from f8sub.weights.weight import Weight, WeightRecord, local_tensor
+from f8sub.weights.weight import Weight, WeightRecord, is_raw, local_tensor, written_raw
 
 State = tuple[int, int, int]
 """Which storage a weight lies in, and what was written to it, see ``MasterWeight.state``."""
@@ -250,7 +250,9 @@ class MasterWeight(Weight):
         kwargs = kwargs or {}
         # This runs for every operator on every weight of every step, so what an operator
         # does is looked up by identity.
-        op, wrap = _HANDLINGS.get(id(func)) or _handling_of(func)
+        op, wrap, takes_values = _HANDLINGS.get(id(func)) or _handling_of(func)
+        if takes_values:
+            _refuse_raw(*args[:2])
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in tree_leaves(value) if isinstance(value, (list, tuple)) else (value,):
@@ -295,6 +297,14 @@ def _wrap_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     return copy
 
 
+def _refuse_raw(target: Any, source: Any) -> None:
+    """Refuse codes as the values of a weight, or of a list of them; a view of a weight as bytes takes bytes."""
+    pairs = zip(target, source, strict=False) if isinstance(target, (list, tuple)) else [(target, source)]
+    for weight, values in pairs:
+        if isinstance(weight, MasterWeight) and is_raw(values) and not is_raw(weight):
+            raise written_raw("a layer" if weight.record is None else weight.record.fqn, values.dtype)
+
+
 def _note_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     target, source = args[:2]
     if isinstance(target, MasterWeight) and isinstance(source, MasterWeight):
@@ -329,14 +339,20 @@ _WRAPS: dict[str, _Wrap] = {
     "aten::copy_": _note_copy,
 }
 
-_HANDLINGS: dict[int, tuple[Operator, _Wrap | None]] = {}
-"""What an operator does and its wrap, if any; by identity of the operator, which ``describe`` keeps alive."""
+_TAKE_VALUES = {"aten::copy_", "aten::_foreach_copy_"}
+"""Operators that write another tensor's values whatever dtype it has."""
+
+_HANDLINGS: dict[int, tuple[Operator, _Wrap | None, bool]] = {}
+"""What an operator does, its wrap, if any, and whether it is one of ``_TAKE_VALUES``.
+
+By identity of the operator, which ``describe`` keeps alive.
+"""
 
 
-def _handling_of(func: Any) -> tuple[Operator, _Wrap | None]:
+def _handling_of(func: Any) -> tuple[Operator, _Wrap | None, bool]:
     op, name = describe(func), func.name()
     wrap = _count_versions if op.written and name.startswith("aten::_foreach") else _WRAPS.get(name)
-    _HANDLINGS[id(func)] = op, wrap or (_wrap_views if op.is_view else None)
+    _HANDLINGS[id(func)] = op, wrap or (_wrap_views if op.is_view else None), name in _TAKE_VALUES
     return _HANDLINGS[id(func)]
 
 

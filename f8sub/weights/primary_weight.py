@@ -29,7 +29,7 @@ from f8sub.torch_compat import (
 )
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import Weight, WeightRecord
+from f8sub.weights.weight import Weight, WeightRecord, is_raw, written_raw
 
 
 class DroppedShard(Shard):
@@ -466,8 +466,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``copy_``: FSDP2's copy of a weight into zeros of the padded shape, or new values for the master.
 
-    A value that the master rounds to already changes nothing: what a state dict in a narrower dtype cannot hold is not
-    lost when it is loaded back, in whichever order a model and its optimizer are.
+    A floating-point value that the master rounds to already changes nothing: what a state dict in a narrower dtype
+    cannot hold is not lost when it is loaded back, in whichever order a model and its optimizer are.
     """
     target, source = args[:2]
     if not isinstance(target, PrimaryWeight):
@@ -478,9 +478,13 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target._slot.primary = source.primary
         if target._slot.primary is source.primary:
             return target
+    if is_raw(source):
+        raise written_raw(target.primary.fqn, source.dtype)
     master = _master_view(target)
     values = (source.plain if isinstance(source, Weight) else source).to(master.device)
-    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
+    if values.is_floating_point():
+        values = torch.where(master.to(values.dtype) == values, master, values.to(master.dtype))
+    master.copy_(values)
     return target
 
 

@@ -8,7 +8,7 @@ are cast when that runs, into that tensor, by one launch where kernels take them
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import override
@@ -28,7 +28,7 @@ from f8sub.torch_compat import (
 )
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.master_weight import MasterWeight, State
-from f8sub.weights.weight import Weight, WeightRecord, master_of
+from f8sub.weights.weight import Weight, WeightRecord, is_raw, master_of, written_raw
 
 if TYPE_CHECKING:
     from f8sub.weights.exchange import Exchange
@@ -46,6 +46,9 @@ class TableScales(NamedTuple):
     scale_inv: torch.Tensor
     part_scale_inv: torch.Tensor
     global_scale_inv: torch.Tensor | None
+
+
+W = TypeVar("W", bound=Weight)
 
 
 class Shard:
@@ -99,7 +102,14 @@ class Shard:
     @property
     def values(self) -> torch.Tensor:
         """The shard in high precision, as a matrix."""
-        return self.layout.matrix(self.master.plain)
+        return self.layout.matrix(self.checked(self.master).plain)
+
+    def checked(self, source: W) -> W:
+        """Return ``source``, the shard on some device; raise Float8ConfigError where it became codes without scales."""
+        # ``weight.data = codes`` shows in no operator.
+        if is_raw(source):
+            raise written_raw(self.fqn, source.dtype)
+        return source
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -177,7 +187,7 @@ class Shard:
 
     def part_of(self, source: Weight) -> ShardSlice | None:
         """Return ``source``, see ``pending``, for a launch that casts many matrices; None where that cannot be."""
-        values = self.layout.matrix(source.plain)
+        values = self.layout.matrix(self.checked(source).plain)
         if self.wire.carries_scales or not values.is_contiguous():
             return None
         width = self.wire.padded_shape[1]
@@ -194,7 +204,7 @@ class Shard:
 
     def cast(self, source: Weight, *, beyond_range: float | None = None) -> torch.Tensor:
         """Return the data for the wire, uint8, ``wire.padded_shape``; see ``cast_into``."""
-        values = self.layout.matrix(source.plain)
+        values = self.layout.matrix(self.checked(source).plain)
         codes = torch.zeros(self.wire.padded_shape, dtype=torch.uint8, device=values.device)
         self.cast_into(codes, values, beyond_range)
         return codes

@@ -40,6 +40,13 @@ Metadata = tuple["Shard", str | None]
 """The shard, and the ticket of ``Exchange.gather_input``."""
 
 
+RAW = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.itemsize == 1 and dtype != torch.bool
+)
+"""The dtypes of codes: of one byte, float8 or integers."""
+
 STATE = "_f8sub"
 """The one attribute that a converted module has of f8sub: its ``LayerState``, see ``linear/converted.py``."""
 
@@ -294,9 +301,9 @@ def exported(weight: torch.Tensor) -> torch.Tensor:
     return local.exported_as(weight) if isinstance(local, Weight) else weight.detach()
 
 
-def _is_raw(tensor: object) -> bool:
-    """Return whether a tensor is float8 bytes without their scales; a Float8Tensor has the dtype that it stands for."""
-    return isinstance(tensor, torch.Tensor) and tensor.itemsize == 1
+def is_raw(tensor: object) -> bool:
+    """Return whether a tensor is codes without their scales; a Float8Tensor has the dtype that it stands for."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in RAW
 
 
 def is_of_tensors(weight: torch.Tensor) -> bool:
@@ -317,7 +324,7 @@ def check_assigned(fqn: str, name: str, weight: object) -> None:
     kind = type(weight)
     # torch's own stand for values, such as those of a collective that has not ended.
     ours = isinstance(weight, Float8Tensor) or kind.__module__.startswith("torch.")
-    if _is_raw(weight):
+    if is_raw(weight):
         what = f"of {weight.dtype}"  # type: ignore[attr-defined]
     elif isinstance(weight, torch.Tensor) and is_of_tensors(weight) and not ours:
         what = f"a {kind.__module__}.{kind.__name__}, which another library quantized"
@@ -340,11 +347,19 @@ def check_not_raw(fqn: str, values: Mapping[str, object]) -> None:
         Float8ConfigError: one is.
     """
     for name, value in values.items():
-        if _is_raw(value):
+        if is_raw(value):
             raise Float8ConfigError(
                 f"{fqn}.{name}: the state dict has {value.dtype} for it, codes that are no values without their "  # type: ignore[attr-defined]
                 "scales; f8sub.load_float8(model, folder) reads codes and scales of a checkpoint"
             )
+
+
+def written_raw(fqn: str, dtype: torch.dtype) -> Float8ConfigError:
+    """Return the error for a layer's weight that codes of ``dtype`` are written to, or were."""
+    return Float8ConfigError(
+        f"{fqn}: its weight gets {dtype}, codes that are no values without their scales. Write values in high "
+        "precision, codes times their scales; f8sub.load_float8(model, folder) reads both from a checkpoint"
+    )
 
 
 def casting(fqn: str, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -355,7 +370,7 @@ def casting(fqn: str, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[t
 
     def checked(tensor: torch.Tensor) -> torch.Tensor:
         made = fn(tensor)
-        if _is_raw(made) and not _is_raw(tensor):
+        if is_raw(made) and not is_raw(tensor):
             raise Float8ConfigError(
                 f"{fqn}: its parameters were to become {made.dtype}, by a cast without scales. A converted layer keeps "
                 "them in high precision and casts codes itself; f8sub.save_float8 saves codes, and f8sub.load_float8 "

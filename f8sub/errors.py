@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+import torch
+
 MOST_NEAREST = 3
 """Names like an unknown one that an error tells."""
 
@@ -57,10 +59,24 @@ def shown(value: object) -> str:
     """A plain value itself; of any other its class, and the package that this is of."""
     if isinstance(value, str | int | float | bool | type(None)):
         return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     name = type(value).__name__
     # Letters of an abbreviation are spoken by their names: an SGD.
     vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
     return f"{'an' if name[0] in vowels else 'a'} {name} of {type(value).__module__.partition('.')[0]}"
+
+
+def refuse_other_than_a_module(call: str, model: object) -> None:
+    """Raise Float8ConfigError where a function of that name was given something else than a model."""
+    if not isinstance(model, torch.nn.Module):
+        raise Float8ConfigError(f"{call} takes a model, a torch.nn.Module; got {shown(model)}")
+
+
+def refuse_other_than_an_optimizer(call: str, optimizer: object) -> None:
+    """Raise Float8ConfigError where a function of that name was given something else than an optimizer."""
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise Float8ConfigError(f"{call} takes an optimizer; got {shown(optimizer)}")
 
 
 def jit_error(fqn: str, how: str) -> Float8ConfigError:

@@ -30,9 +30,14 @@ from f8sub.checkpoint.quantization_config import (
 )
 from f8sub.checkpoint.reader import CONFIG, Checkpoint, some
 from f8sub.checkpoint.stream import Progress
-from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.convert.primary_weights import reread_shards
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning
+from f8sub.errors import (
+    Float8ConfigError,
+    Float8NumericsError,
+    Float8ShapeError,
+    Float8Warning,
+    refuse_other_than_a_module,
+)
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear

@@ -16,9 +16,8 @@ from f8sub.checkpoint.gathered import (
     tied_layers,
 )
 from f8sub.checkpoint.names import Pieces, Rename, renamed, unwrapped
-from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.convert.filters import kinds
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning, refuse_other_than_a_module
 from f8sub.formats import Float8Format
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor
@@ -140,7 +139,8 @@ def float8_weights(
             forward computes in, a tensor on meta, or a ``rename`` that gives no name.
         Float8NumericsError: a weight has NaN or infinity.
     """
-    yield from stream(unwrapped(model), examined(model, layout, dtype), dtype, rename)
+    exported = examined(model, layout, dtype)
+    yield from stream(unwrapped(model), exported, dtype, rename)
 
 
 def stream(

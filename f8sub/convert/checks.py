@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.convert.filters import LayerChoices
-from f8sub.errors import Float8ConfigError, Float8Warning, shown
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
@@ -26,12 +26,6 @@ class Chosen(NamedTuple):
     plan: Plan
     gathered: bool
     keep_x: str
-
-
-def refuse_other_than_a_module(call: str, model: object) -> None:
-    """Raise Float8ConfigError where a function of that name was given something else than a model."""
-    if not isinstance(model, torch.nn.Module):
-        raise Float8ConfigError(f"{call} takes a model, a torch.nn.Module; got {shown(model)}")
 
 
 CONVERT_FIRST = "call convert_to_float8 before fully_shard and parallelize_module, on the whole model"

@@ -12,7 +12,6 @@ from f8sub.convert.checks import (
     Chosen,
     is_converted,
     refuse_other_recipe,
-    refuse_other_than_a_module,
     refuse_sharded,
     refuse_tied_apart,
     warn_of_quantized_origin,
@@ -39,7 +38,7 @@ from f8sub.convert.messages import ReferenceWarning, nothing_converted, refuse_f
 from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
 from f8sub.convert.swiglu_input import round_to_float8
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, refuse_other_than_a_module
 from f8sub.experts.module import StoredTransposed
 from f8sub.experts.seams import EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.kernels.gemm.select import Plan

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from f8sub.convert.checks import Chosen
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -161,6 +161,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
     Raises:
         Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
     """
+    refuse_other_than_a_module("drop_high_precision", model)
     records = [record for record in _records(model) if has_primary_weights(_conversion_of(record))]
     if not records:
         raise Float8ConfigError(
@@ -205,6 +206,7 @@ def restore_high_precision(model: torch.nn.Module) -> None:
     Raises:
         Float8ConfigError: a sharded weight; or no weight of the model is float8 data alone.
     """
+    refuse_other_than_a_module("restore_high_precision", model)
     dropped = [
         record
         for record in _records(model)

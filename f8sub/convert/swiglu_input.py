@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from f8sub.convert.filters import matches
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile, present
 from f8sub.kernels import scales
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, save_last_node
@@ -58,6 +58,7 @@ def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | 
     Raises:
         Float8ConfigError: no linear layer is called so.
     """
+    refuse_other_than_a_module("keep_swiglu_input_in_float8", model)
     linears = {fqn: each for fqn, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     found = _by_names(model) if layers is None else [f for f in linears if any(matches(p, f) for p in layers)]
     if not found:

@@ -5,6 +5,7 @@ The noise is that of linear layers whose sums run in another order, which are as
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from f8sub.convert.checks import is_converted
 from f8sub.convert.convert import convert_to_float8
 from f8sub.diagnostics.comparison import NOISE, REFERENCE, Comparison, Gradient
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, refuse_other_than_a_module, shown
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import is_dtensor
@@ -111,7 +112,7 @@ def compare(
     Raises:
         Float8ConfigError: a model that is converted, sharded or of DDP, no batch, or a loss without a gradient.
     """
-    made = model if isinstance(model, torch.nn.Module) else model()
+    made = model if isinstance(model, torch.nn.Module) else _made_by(model)
     _check(made)
     has_many = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if not has_many or isinstance(batches, Mapping | str):
@@ -134,7 +135,23 @@ def compare(
     return Comparison(losses, tuple(gradients), trained=optimizer is not None)
 
 
+def _made_by(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    # A class is a function, too, where it takes no arguments.
+    if isinstance(make, type) and any(
+        each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        for each in inspect.signature(make).parameters.values()
+    ):
+        raise Float8ConfigError(
+            f"compare takes a model, or a function without arguments that makes one; got {shown(make)}"
+        )
+    made = make() if callable(make) else make
+    refuse_other_than_a_module("compare", made)
+    return made
+
+
 def _check(model: torch.nn.Module) -> None:
+    if next(model.parameters(), None) is None:
+        raise Float8ConfigError("compare was given a model without parameters, which has no gradients")
     if isinstance(model, DistributedDataParallel) or any(map(is_dtensor, model.parameters())):
         raise Float8ConfigError(
             "compare copies the model, and this one is spread over ranks; call it before fully_shard, "

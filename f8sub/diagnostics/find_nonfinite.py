@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from f8sub.errors import refuse_other_than_a_module
 from f8sub.experts.adapters import is_of
 from f8sub.experts.grouped_linear import Multiplied, watching
 from f8sub.experts.seams import calls_grouped_linear, seam_of
@@ -121,6 +122,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     Yields:
         The search; its ``first`` names the layer, the role and the ranks.
     """
+    refuse_other_than_a_module("find_nonfinite", model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     search = Search()
     # Before anything is gathered: this rank's shard.

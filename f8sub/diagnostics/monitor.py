@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 
 from f8sub.capture import current_capture
-from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import GRADIENT, Statistics, advice_for, decibels
 from f8sub.diagnostics.writers import Writer
-from f8sub.errors import Float8ConfigError, Float8Warning, nearest, unknown
+from f8sub.errors import Float8ConfigError, Float8Warning, nearest, refuse_other_than_a_module, unknown
 from f8sub.gradients.reduction import measured_by_module
 from f8sub.host_copy import HostCopy
 from f8sub.linear.converted import ConvertedModule, products_of

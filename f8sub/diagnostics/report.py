@@ -30,6 +30,7 @@ from f8sub.convert.other_weights import (
     unknown_weights,
 )
 from f8sub.diagnostics.bytes import byte_account, expert_bytes
+from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import ASSUMED, of_module
 from f8sub.estimator.products import SAVED_INPUTS, SHARED_INPUTS, expert_products
@@ -488,6 +489,7 @@ def conversion_report(
     Raises:
         Float8ConfigError: the forward of ``batch`` fails.
     """
+    refuse_other_than_a_module("conversion_report", model)
     counted = count_of_made_up(model) if batch is None else count(model, batch)
     told = tuple(told_of_experts(model, tokens))
     report = dataclasses.replace(layers_report(model, counted), experts=told)

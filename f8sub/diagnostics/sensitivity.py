@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.convert.checks import refuse_other_than_a_module
 from f8sub.diagnostics.compare import checked_loss
-from f8sub.errors import Float8ConfigError, Float8NumericsError
+from f8sub.errors import Float8ConfigError, Float8NumericsError, refuse_other_than_a_module
 from f8sub.experts.grouped_linear import Multiplied, multiply, watching
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, refuse_other_than_an_optimizer
 from f8sub.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
 from f8sub.weights.conversion import Conversion
@@ -46,6 +46,7 @@ def skip_step_if_nonfinite(
         Float8ConfigError: the optimizer has a guard already; or, later, ``step`` is called with a closure, whose
             gradients are there only inside of it.
     """
+    refuse_other_than_an_optimizer("skip_step_if_nonfinite", optimizer)
     if optimizer in _guarded:
         raise Float8ConfigError(
             f"skip_step_if_nonfinite was called for this {type(optimizer).__name__} before; keep the guard that it "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.errors import Float8ConfigError, Float8ShapeError, refuse_other_than_a_module
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.block_scales import unflat
@@ -152,6 +152,7 @@ def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> i
         Float8ConfigError: there is none, or the recipe cannot be.
     """
     found = get_recipe(recipe)
+    refuse_other_than_a_module("dispatch_tokens_in_float8", model)
     # An unfit recipe is refused before any dispatcher is changed.
     for combine in _SEAMS.values():
         wire_format(found, combine=combine)

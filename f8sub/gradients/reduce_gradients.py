@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module
 from f8sub.gradients.reduction import (
     Float8ReduceScatter,
     Hops,
@@ -55,6 +55,7 @@ def reduce_gradients_in_float8(
             FSDP2 reduces in a way that is not known.
         Float8RankMismatchError: ranks of a shard group have different options.
     """
+    refuse_other_than_a_module("reduce_gradients_in_float8", model)
     if measure_every < 1 or (ranks_per_host is not None and ranks_per_host < 1):
         raise Float8ConfigError(
             f"measure_every and ranks_per_host are 1 or more, got {measure_every}, {ranks_per_host}"

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from f8sub.capture import current_capture, is_capturing
-from f8sub.errors import Float8ConfigError, Float8Warning, shown
+from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_an_optimizer, shown
 from f8sub.torch_compat import is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -195,9 +195,17 @@ _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDict
 
 
 def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return what ``precompute_scales`` takes, as a list."""
-    is_one = isinstance(model, torch.nn.Module | Mapping) or not isinstance(model, Iterable)
-    return [model] if is_one else list(model)  # type: ignore[list-item, arg-type]
+    """Return what ``precompute_scales`` takes, as a list.
+
+    Raises:
+        Float8ConfigError: no part, as an iterator has that was read before.
+    """
+    is_one = isinstance(model, torch.nn.Module | Mapping | str | torch.Tensor)
+    if is_one or not isinstance(model, Iterable):
+        return [model]  # type: ignore[list-item]
+    if not (parts := list(model)):
+        raise Float8ConfigError(f"the parts of a model were to be given, and {shown(model)} has none")
+    return parts
 
 
 def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
@@ -251,6 +259,7 @@ def register_precompute_hook(
     Raises:
         Float8ConfigError: ``convert_to_float8`` saw no model, or the optimizer steps no parameter of it.
     """
+    refuse_other_than_an_optimizer("register_precompute_hook", optimizer)
     parts = parts_of(model)
     conversions_of(parts)
     runs_hooks: Any = optimizer

@@ -51,7 +51,7 @@ from f8sub.weights.checks import Fsdp1, ShardChecks, warn_of_fsdp1
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps
-from f8sub.weights.precompute_scales import watch_optimizer_steps
+from f8sub.weights.precompute_scales import warn_of_replaced, watch_optimizer_steps
 from f8sub.weights.weight import Weight, conversion_of, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -290,9 +290,13 @@ def _device_of(module: torch.nn.Linear) -> torch.device:
 
 
 def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
-    """Compare the ranks in a forward pre-hook of a converted model, before any weight is gathered, once."""
+    """Compare the ranks in a forward pre-hook of a converted model, before any weight is gathered, once.
+
+    Layers that another library replaced since are a Float8Warning: nothing else of f8sub need ever be called.
+    """
     if not torch.compiler.is_compiling():
         conversion.refresh(gathered=True)
+        warn_of_replaced(module, stacklevel=6)
         remove_hook(check_ranks_hook, module)
 
 

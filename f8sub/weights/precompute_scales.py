@@ -159,6 +159,7 @@ def _warn_of_gone(stepped: Mapping[Conversion | None, Sequence[torch.Tensor]]) -
         if weight.grad is not None
         and (record := local_tensor(weight).record) is not None  # type: ignore[attr-defined]
         and record.module is None
+        and not record.told
         and not _is_tied(conversion, weight)
     ]
     if gone:
@@ -234,18 +235,29 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
                     f"precompute_scales was given a {type(part).__name__}{at} that was never converted, so it has no "
                     "float8 weights; call f8sub.convert_to_float8(model) first, before fully_shard"
                 )
-            _warn_of_replaced(part)
+            warn_of_replaced(part)
             alive = sum(conversion.alive for conversion in conversions)
             _walked[part] = Conversion.made, alive, [weakref.ref(conversion) for conversion in conversions]
         found.update(dict.fromkeys(conversions))
     return list(found)
 
 
-def _warn_of_replaced(part: torch.nn.Module) -> None:
+_told: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+"""What ``warn_of_replaced`` told of a model last."""
+
+
+def warn_of_replaced(part: torch.nn.Module, stacklevel: int = 4) -> None:
+    """Warn once of converted modules whose place others took, see ``Conversion.replaced``."""
     replaced = Conversion.replaced(part)
-    if replaced:
-        by = ", ".join(sorted(set(replaced.values())))
-        warnings.warn(_replaced(replaced, by), Float8Warning, stacklevel=4)
+    if not replaced or _told.get(part) == replaced:
+        return
+    _told[part] = replaced
+    for fqn in replaced:
+        for weight in map(local_tensor, part.get_submodule(fqn).parameters()):
+            if isinstance(weight, Weight) and weight.record is not None:
+                weight.record.told = True  # by which a step of its optimizer need not tell it again
+    by = ", ".join(sorted(set(replaced.values())))
+    warnings.warn(_replaced(replaced, by), Float8Warning, stacklevel=stacklevel)
 
 
 def register_precompute_hook(

@@ -63,6 +63,7 @@ class WeightRecord:
         gathered: whether FSDP2 gathers the weight as float8.
         in_rows: whether a row on the wire is not one byte per element: it is packed, or its scales follow.
         entered: whether the ranks that shard the weight compared it.
+        told: whether a warning said that another module took the place of the weight's.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class WeightRecord:
     ) -> None:
         self.fqn, self.name, self.format, self.gathered = fqn, name, format, gathered
         self.in_rows = format is not None and (format.codes_per_byte > 1 or lies_in_rows(format.tile))
-        self.entered = False
+        self.entered = self.told = False
         self._shard: weakref.ref[Shard] | None = None
         self._conversion, self._module = weakref.ref(conversion), weakref.ref(module)
 

@@ -158,14 +158,27 @@ def test_replaced_layers_are_told_by_a_step():
     model = converted()
     replace(model, "0", "1.0", "2")
     (message,) = told_by_a_step(model)
-    assert message.startswith(
-        "0, 1.0, 2: converted to float8 by f8sub, and replaced since by layers of others"
-    )
+    assert message.startswith("0, 1.0, 2: converted to float8 by f8sub, and replaced since by tests.")
     model = converted()
     assert told_by_a_step(model) == []
     replace(model, "1.0")
     (message,) = told_by_a_step(model)  # of another optimizer
     assert message.startswith("1.0: converted")
+
+
+def test_replaced_layers_are_told_by_the_first_forward_once():
+    """Of a model that only evaluates; and neither a step nor ``precompute_scales`` tells it again."""
+    model = converted()
+    replace(model, "0", "1.0")
+    with pytest.warns(f8sub.Float8Warning) as caught:
+        model(gaussian((4, 32), generator(1)))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message).startswith(
+        "0, 1.0: converted to float8 by f8sub, and replaced since by tests."
+    )
+    assert told_by_a_step(model) == []
+    assert told(model) == []
 
 
 def test_the_report_says_that_a_layer_was_replaced():

@@ -196,17 +196,9 @@ _walked: weakref.WeakKeyDictionary[torch.nn.Module, _Walk] = weakref.WeakKeyDict
 
 
 def parts_of(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return what ``precompute_scales`` takes, as a list.
-
-    Raises:
-        Float8ConfigError: no part, as an iterator has that was read before.
-    """
+    """Return what ``precompute_scales`` takes, as a list."""
     is_one = isinstance(model, torch.nn.Module | Mapping | str | torch.Tensor)
-    if is_one or not isinstance(model, Iterable):
-        return [model]  # type: ignore[list-item]
-    if not (parts := list(model)):
-        raise Float8ConfigError(f"the parts of a model were to be given, and {shown(model)} has none")
-    return parts
+    return [model] if is_one or not isinstance(model, Iterable) else list(model)  # type: ignore[list-item]
 
 
 def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
@@ -271,12 +263,12 @@ def register_precompute_hook(
     Raises:
         Float8ConfigError: ``convert_to_float8`` saw no model, or the optimizer steps no parameter of it.
     """
-    refuse_other_than_an_optimizer("register_precompute_hook", optimizer)
     parts = parts_of(model)
     conversions_of(parts)
     runs_hooks: Any = optimizer
-    while not hasattr(runs_hooks, "_optimizer_step_post_hooks"):
+    while not hasattr(runs_hooks, "_optimizer_step_post_hooks") and hasattr(runs_hooks, "optimizer"):
         runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
+    refuse_other_than_an_optimizer("register_precompute_hook", runs_hooks)
     stepped = {id(parameter) for group in runs_hooks.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for part in parts for parameter in part.parameters()):
         raise Float8ConfigError(

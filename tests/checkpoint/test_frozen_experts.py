@@ -75,7 +75,7 @@ def test_codes_and_scales_are_the_files(tmp_path, power_of_2):
         parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else ("down_proj",)
         for expert in range(3):
             names = [f"model.layers.0.mlp.experts.{expert}.{part}.weight" for part in parts]
-            found = module.rowwise(name, torch.bfloat16).of_group(expert)
+            found = module._f8sub.rowwise(module, name, torch.bfloat16).of_group(expert)
             codes = torch.cat([tensors[each].view(torch.uint8) for each in names])
             assert torch.equal(found.data.view(torch.uint8), codes)
             assert torch.equal(found.scale_inv, torch.cat([tensors[f"{each}_scale_inv"] for each in names]))

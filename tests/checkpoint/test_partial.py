@@ -58,7 +58,7 @@ def test_experts_that_are_there_are_read_where_one_is_missing(tmp_path, primary)
         assert torch.equal(module.down_proj[expert].detach().clone(), expected), expert
     assert torch.equal(module.down_proj[1].detach().clone(), before)
     f8sub.precompute_scales(model)
-    operand = module.rowwise("down_proj", torch.bfloat16).of_group(2)
+    operand = module._f8sub.rowwise(module, "down_proj", torch.bfloat16).of_group(2)
     values = operand.data.float() * operand.scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
     assert torch.equal(values.bfloat16(), values_of(tensors, f"{EXPERTS}.2.down_proj.weight").bfloat16())
 

@@ -69,9 +69,16 @@ OF_AN_OPTIMIZER: dict[str, Callable[[Any], Any]] = {
 }
 
 
+EMPTY = ("an empty list", "an iterator that was read")
+"""Parts of a model that ``precompute_scales`` takes: there is nothing to compute."""
+
+
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("call", OF_A_MODEL)
 def test_what_is_no_model_is_refused(call, other):
+    if call == "precompute_scales" and other in EMPTY:
+        f8sub.precompute_scales(OTHERS[other]())
+        return
     with pytest.raises(f8sub.Float8ConfigError) as error:
         OF_A_MODEL[call](OTHERS[other]())
     assert 20 < len(str(error.value)) < 400

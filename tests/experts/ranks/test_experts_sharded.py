@@ -58,6 +58,9 @@ class TransposedExperts(nn.Module):
 class SeamedExperts(OwnExperts):
     """Products by a method that is given the transposed weight, as torchtitan's are."""
 
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("what the conversion replaces")
+
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         h = nn.functional.silu(self._grouped_mm(A=x, B_t=self.gate.transpose(-2, -1), offs=ends))
         h = h * self._grouped_mm(A=x, B_t=self.up.transpose(-2, -1), offs=ends)

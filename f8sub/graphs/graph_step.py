@@ -71,7 +71,7 @@ def graph_step(
         Float8ConfigError: an argument of another type, or one that is no option.
     """
     parts = parts_of(model)
-    for part in parts or [model]:
+    for part in parts or [model]:  # type: ignore[list-item]
         if not isinstance(part, torch.nn.Module):
             raise Float8ConfigError(f"graph_step takes a model or a list of its parts, got {shown(part)}")
     if not callable(function):

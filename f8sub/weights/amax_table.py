@@ -14,6 +14,7 @@ from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
 from f8sub.weights.shard import Shard
+from f8sub.weights.weight import is_raw, written_raw
 
 if TYPE_CHECKING:
     from f8sub.kernels.triton.launch import Launch
@@ -68,8 +69,10 @@ class AmaxTable:
         if self._by_kernels:
             self._take_together()
         if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
+            if raw := [shard for shard in whole if is_raw(shard.master)]:
+                raise written_raw(raw[0].fqn, raw[0].master.dtype)
             with no_torch_dispatch():
-                amaxes = torch._foreach_norm([shard.checked(shard.master) for shard in whole], torch.inf)
+                amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             # All weights have one amax: their entries are every _SLOT-th, and a strided write needs no index tensor.
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:

@@ -404,7 +404,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         )
     for axes in (curves, final):
         axes.axhline(0, color="tab:gray", linewidth=0.8)
-    title = f"training loss, mean of {SMOOTHED_STEPS} that were logged"
+    title = f"training loss, {SMOOTHED_STEPS}-step means"
     curves.set(xlabel="step", ylabel=f"gap, % of {BASELINE}", title=title)
     curves.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=4)  # below, where no curve is
     final.set(title=f"{figures['measure'].lower()} at the end")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -29,8 +30,8 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
-WORDS = {"gpu", "continue"}
-"""In ``<!-- run: WORDS -->`` above a Python block: it needs a GPU; it continues in the names of the block before."""
+CONTINUE = "continue"
+"""In ``<!-- run: continue -->`` above a Python block: it continues in the names of the block before."""
 RANKS = re.compile(r"ranks=([1-9]\d*)")
 
 
@@ -49,10 +50,6 @@ class Example:
         found = [int(match[1]) for word in self.words if (match := RANKS.fullmatch(word))]
         return found[0] if found else None
 
-    @property
-    def needs_gpu(self) -> bool:
-        return "gpu" in self.words
-
 
 def examples(page: Path) -> list[Example]:
     """The Python examples of a page."""
@@ -64,13 +61,11 @@ def examples(page: Path) -> list[Example]:
             found[-1] = dataclasses.replace(found[-1], output=found[-1].output + lines)
         if info[:1] != ["python"]:
             continue
-        unknown = [word for word in words if word not in WORDS and not RANKS.fullmatch(word)]
+        unknown = [word for word in words if word != CONTINUE and not RANKS.fullmatch(word)]
         if unknown or len(info) > 1:
-            raise ValueError(
-                f"{page.name}: a comment takes {sorted(WORDS)} and ranks=N, got {unknown or info}"
-            )
+            raise ValueError(f"{page.name}: a comment takes {CONTINUE} and ranks=N, got {unknown or info}")
         source = re.sub(f"^{block['indent']}", "", block["text"], flags=re.MULTILINE)
-        if "continue" in words:
+        if CONTINUE in words:
             before = found.pop()
             found.append(dataclasses.replace(before, source=f"{before.source}\n{source}"))
         else:
@@ -146,6 +141,12 @@ def run_on_rank(rank: int, world: int, example: Example) -> None:
     dist.barrier()
 
 
+def on_a_cpu(folder: Path) -> dict[str, Any]:
+    """Arguments of ``subprocess.run`` for a script that finds f8sub and no GPU."""
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {"capture_output": True, "text": True, "cwd": folder, "env": os.environ | own}
+
+
 def run_as_file(example: Example, folder: Path) -> None:
     """Run an example as a script that a reader saved, by torchrun where it starts a process group."""
     script = folder / "train.py"
@@ -153,8 +154,6 @@ def run_as_file(example: Example, folder: Path) -> None:
     command = [sys.executable, "-P"]
     if example.world:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(example.world)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    how = {"capture_output": True, "text": True, "cwd": folder, "env": environment}
-    done = subprocess.run([*command, str(script)], **how)
+    done = subprocess.run([*command, str(script)], **on_a_cpu(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     check_output(example, done.stdout)

@@ -1,7 +1,6 @@
 """Every Python example of the pages runs with no names but its own: in this process, as a file, or on ranks."""
 
 import pytest
-import torch
 
 from tests.docs.pages import EXAMPLES, run, run_as_file, run_on_rank, skip_other_torchtitan
 
@@ -12,26 +11,20 @@ ALONE = [example for example in OTHERS if example.world is None]
 ON_RANKS = [example for example in OTHERS if example.world is not None]
 
 
-def skip_where_it_cannot_run(example):
-    if example.needs_gpu and not torch.cuda.device_count():
-        pytest.skip("needs a CUDA device")
-    skip_other_torchtitan(example.source)
-
-
 @pytest.mark.parametrize("example", FILES, ids=lambda example: example.where)
 def test_it_runs_as_a_file(example, tmp_path):
-    skip_where_it_cannot_run(example)
+    skip_other_torchtitan(example.source)
     run_as_file(example, tmp_path)
 
 
 @pytest.mark.parametrize("example", ALONE, ids=lambda example: example.where)
 def test_it_runs(example, tmp_path, monkeypatch):
-    skip_where_it_cannot_run(example)
+    skip_other_torchtitan(example.source)
     monkeypatch.chdir(tmp_path)
     run(example)
 
 
 @pytest.mark.parametrize("example", ON_RANKS, ids=lambda example: example.where)
 def test_it_runs_on_ranks(example, ranks):
-    skip_where_it_cannot_run(example)
+    skip_other_torchtitan(example.source)
     ranks(example.world, run_on_rank, example)

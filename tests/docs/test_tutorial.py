@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from scripts.tables import tutorial
-from tests.docs.pages import ROOT
+from tests.docs.pages import on_a_cpu
 
 RENEWS = f"out of date: {tutorial.COMMAND} renews it"
 
@@ -19,9 +19,7 @@ def test_the_page_and_the_notebook_are_current():
 
 def run(script, tmp_path):
     """What a script prints that runs in another folder."""
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", "HOME": str(tmp_path)}
-    how = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
-    done = subprocess.run([sys.executable, "-P", str(script)], **how)
+    done = subprocess.run([sys.executable, "-P", str(script)], **on_a_cpu(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -29,7 +29,11 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 python=${VENV:-.venv}/bin/python
 if [ -n "$quick" ]; then
     ./scripts/setup_env.sh dev
-    exec $python -m pytest -q tests/test_this_machine.py "${arguments[@]}"
+    $python -m pytest -q tests/test_this_machine.py "${arguments[@]}"
+    exec $python -c 'import torch
+has_units = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)  # Ada, the first with float8
+units = "It has float8 units." if has_units else "It has no float8 units, so float8 is emulated and slower than bf16."
+print(f"f8sub works on this machine. {units}")'
 fi
 ./scripts/setup_env.sh train,torchao,torchtitan,trainers,docs,release,dev
 if [ ${#arguments[@]} -gt 0 ]; then

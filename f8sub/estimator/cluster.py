@@ -25,7 +25,7 @@ LINK = 2.3
 beside: two H200s had 0.27 to 0.30 TB/s, as ``scripts/bench/gradients.py`` measures it."""
 
 NETWORK = 0.75
-"""Share of a NIC's rate that large collectives reach: assumed, see "What is not measured" in docs/estimate.md."""
+"""Share of a NIC's rate that large collectives reach: assumed, see "What is not measured" in docs/measurements."""
 
 STEP, STEP_OF_NETWORK, MOST_STEPS = 3e-6, 12e-6, 4e-4
 """Seconds of a ring's step within a host and between hosts; of all steps, NCCL having trees for many ranks."""

@@ -4,7 +4,7 @@ A product takes its FLOPs at the rate of its kind, or its bytes at a copy's spee
 bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work and FSDP2's
 copies. ``f8sub.estimator.cluster`` makes a step of them, on one GPU or many.
 
-A number that names no source beside it is one of the parameters that docs/estimate.md says were fitted to the figures
+A number that names no source beside it is one of the parameters that docs/measurements says were fitted to the figures
 of ``tests/estimator/measured.toml``, each with its machine, day and command.
 
 ``wire`` gives the bytes that a training step's collectives carry, on each GPU.
@@ -102,7 +102,7 @@ def _seconds(spec: GemmSpec, flops: float, read: tuple[float, float], written: f
 GAP, CAST_GAP = 5e-6, 9e-6
 """Seconds that a product, and a launch of a cast, take besides: ramps, tails, atomics. The host is ahead.
 
-Small layers ask for CAST_GAP; with it a cast by itself is predicted 21 to 39 % too slow (docs/estimate.md).
+Small layers ask for CAST_GAP; with it a cast by itself is predicted 21 to 39 % too slow (docs/measurements).
 """
 
 ELEMENTWISE, ELEMENTWISE_EAGER, ELEMENTWISE_KERNELS, REPEATED_ELEMENTWISE = 8.5, 32, 18, 1 / 3

@@ -8,6 +8,8 @@ order as integers do, for which there is an atomic maximum; the bits of NaN come
 import triton
 import triton.language as tl
 
+from f8sub.kernels.triton.quantize_grouped import lines_of, store_vectors
+from f8sub.kernels.triton.quantize_grouped import load_halves as load_halves_of_lines
 from f8sub.kernels.triton.tile_ops import (
     EXPONENT_BITS,
     amax_bits,
@@ -34,15 +36,25 @@ from f8sub.kernels.triton.tile_ops import (
 
 
 @triton.jit
-def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Take the atomic maximum of the finite elements; skipped where ``prior_ptr`` points to a scale that is not 0."""
+def amax_of_matrix(x_ptr, amax_ptr, prior_ptr, SIZE, STRIDE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Take the atomic maximum of the finite elements; skipped where ``prior_ptr`` points to a scale that is not 0.
+
+    Of each expert's matrix, (experts,), int32, where STRIDE is not None: they have SIZE elements each, and begin STRIDE
+    after the one before.
+    """
     needed = prior_ptr is None
     if prior_ptr is not None:
         # On the device: the host does not know whether a delayed scale was computed yet,
         # and does not wait to learn it.
         needed = tl.load(prior_ptr) == 0.0
     if needed:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
+        if STRIDE is None:
+            start = tl.program_id(0).to(tl.int64) * BLOCK
+        else:
+            parts = tl.cdiv(SIZE, BLOCK)
+            expert, start = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK
+            x_ptr += expert.to(tl.int64) * STRIDE
+            amax_ptr += expert
         offsets = tl.arange(0, BLOCK)
         x = load(x_ptr + start + offsets, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
         # As integers: NaN and infinity are then one comparison, and the maximum an atomic.
@@ -83,21 +95,6 @@ def cast_with_one(
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)
     if col_ptr is not None:
         tl.store(col_scale_inv_ptr, scale_inv, mask=index == 0)
-
-
-@triton.jit
-def amax_of_experts(x_ptr, amax_ptr, SIZE, STRIDE, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Take the atomic maximum of the finite elements of each expert's rows, (experts,), int32.
-
-    An expert has SIZE elements and begins STRIDE after the one before.
-    """
-    parts = tl.cdiv(SIZE, BLOCK)
-    expert, start = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK
-    offsets = tl.arange(0, BLOCK)
-    pointers = x_ptr + expert.to(tl.int64) * STRIDE + start + offsets
-    x = load(pointers, inside=offsets < SIZE - start, WHOLE=WHOLE, KEEP="")
-    bits = magnitude_bits(x.to(tl.float32))
-    tl.atomic_max(amax_ptr + expert, tl.max(tl.where(bits < EXPONENT_BITS, bits, 0)), sem="relaxed")
 
 
 @triton.jit
@@ -241,33 +238,59 @@ def quantize_vectors(
         _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LINES"])
 def quantize_crossing_vectors(
-    x_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, M, N,
+    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize tiles of EDGE x 1 columnwise, and of 1 x EDGE rowwise unless that pointer is None.
 
     A program takes an (EDGE, EDGE) square, ROWS rows at a time: once for the rows' data and the amaxes of the columns,
-    and once more, from L1, for the columns' data. All rows at once take twice the registers.
+    and once more, from L1, for the columns' data. All rows at once take twice the registers. Of groups M are rows as
+    laid out, see ``quantize_grouped``; of a matrix ``strips_ptr`` is None. LINES are the rows of x; COLS is EDGE.
     """
     square = place(tl.program_id(0), M, N, EDGE, EDGE)
     HALF: tl.constexpr = TILE.ROWS // 2
     largest = tl.zeros((HALF, EDGE), tl.float32)
     for part in range(EDGE // TILE.ROWS):
         at = moved(square, part * TILE.ROWS, 0)
-        even, odd = load_finite_halves(x_ptr, at, TILE, "evict_last")
+        line, stop = _lines_of(strips_ptr, STRIPS, at.row, TILE.ROWS, EDGE)
+        even, odd = _load_lines(x_ptr, at, line, stop, TILE, "evict_last")
         largest = tl.maximum(largest, larger_magnitude(even, odd))
         if row_ptr is not None:
-            _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST, TILE)
+            if line is None:
+                _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST, TILE)
+            else:
+                scales = row_scale_inv_ptr + (square.col // EDGE).to(tl.int64) * LINES
+                store_vectors(row_ptr, scales, even, line, line < stop, square.col, N, CAST, TILE)
+                store_vectors(row_ptr, scales, odd, line + 1, line + 1 < stop, square.col, N, CAST, TILE)
     scale = scale_from_amax(tl.max(largest, 0), CAST)
     for part in range(EDGE // TILE.ROWS):
         at = moved(square, part * TILE.ROWS, 0)
-        even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
+        line, stop = _lines_of(strips_ptr, STRIPS, at.row, TILE.ROWS, EDGE)
+        even, odd = _load_lines(x_ptr, at, line, stop, TILE, "evict_first")
         store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
-    line = square.col + tl.arange(0, EDGE)
-    scales = col_scale_inv_ptr + (square.row // EDGE).to(tl.int64) * N + line
-    tl.store(scales, inverse(scale, CAST.POWER_OF_2), mask=line < N)
+    j = square.col + tl.arange(0, EDGE)
+    scales = col_scale_inv_ptr + (square.row // EDGE).to(tl.int64) * N + j
+    tl.store(scales, inverse(scale, CAST.POWER_OF_2), mask=j < N)
+
+
+@triton.jit
+def _lines_of(strips_ptr, STRIPS, row, ROWS: tl.constexpr, EDGE: tl.constexpr):
+    """Return the even ones of ROWS rows of x laid out from ``row`` on, and where their group ends; None of a matrix."""
+    if strips_ptr is None:
+        return None, None
+    else:
+        return lines_of(strips_ptr, STRIPS, row, 2, ROWS, EDGE)
+
+
+@triton.jit
+def _load_lines(x_ptr, at, line, stop, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Load even and odd rows of a tile, of a matrix or of ``line``, float32, each (ROWS / 2, COLS)."""
+    if line is None:
+        return load_finite_halves(x_ptr, at, TILE, KEEP)
+    else:
+        return load_halves_of_lines(x_ptr, line, stop, at.col, at.N, TILE, KEEP)
 
 
 @triton.jit

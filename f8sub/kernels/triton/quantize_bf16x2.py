@@ -60,7 +60,7 @@ def quantize_paired_vectors(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize as ``quantize.quantize_crossing_vectors``; with a table of strips as ``quantize_group_vectors``.
+    """Quantize as ``quantize.quantize_crossing_vectors``, of a matrix or, with a table of strips, of groups.
 
     It takes all ``launch.PAIRED_REGISTERS``. In another order, such as scales stored after data, ptxas 13 (of Triton
     3.9) spills some of them.

@@ -172,6 +172,14 @@ def store_lines(row_ptr, x, scale, line, is_line, col, N, CAST: tl.constexpr, TI
 
 
 @triton.jit
+def store_vectors(row_ptr, scales, x, line, is_line, col, N, CAST: tl.constexpr, TILE: tl.constexpr):
+    """Cast rows of x with one scale per row and COLS columns; store rowwise data and inverse scales."""
+    scale = scale_from_amax(tl.max(tl.abs(x), 1), CAST)
+    store_lines(row_ptr, x, scale[:, None], line, is_line, col, N, CAST, TILE)
+    tl.store(scales + line, inverse(scale, CAST.POWER_OF_2), mask=is_line)
+
+
+@triton.jit
 def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.constexpr, TILE: tl.constexpr):
     """Take the atomic maximum of the finite elements of each group, (COUNT,), int32."""
     at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
@@ -310,44 +318,6 @@ def cast_group_lines(
         of_elements = col_amax_ptr + groups[:, None] * N + j[None, :]
         amaxes = tl.load(of_elements, mask=(j < N)[None, :] & (groups < COUNT)[:, None], other=0.0)
         store_columns(col_ptr, even, odd, scale_from_amax(amaxes, CAST), at, CAST, TILE, False)
-
-
-@triton.jit(do_not_specialize=["LINES"])
-def quantize_group_vectors(
-    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
-    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Quantize tiles of EDGE x 1 columnwise, and of 1 x EDGE rowwise unless that pointer is None.
-
-    See ``quantize.quantize_crossing_vectors``. LINES are the rows of x; COLS is EDGE.
-    """
-    square = place(tl.program_id(0), M, N, EDGE, EDGE)
-    HALF: tl.constexpr = TILE.ROWS // 2
-    largest = tl.zeros((HALF, EDGE), tl.float32)
-    for part in range(EDGE // TILE.ROWS):
-        line, stop = lines_of(strips_ptr, STRIPS, square.row + part * TILE.ROWS, 2, TILE.ROWS, EDGE)
-        even, odd = load_halves(x_ptr, line, stop, square.col, N, TILE, "evict_last")
-        largest = tl.maximum(largest, larger_magnitude(even, odd))
-        if row_ptr is not None:
-            scales = row_scale_inv_ptr + (square.col // EDGE).to(tl.int64) * LINES
-            _store_vectors(row_ptr, scales, even, line, line < stop, square.col, N, CAST, TILE)
-            _store_vectors(row_ptr, scales, odd, line + 1, line + 1 < stop, square.col, N, CAST, TILE)
-    scale = scale_from_amax(tl.max(largest, 0), CAST)
-    for part in range(EDGE // TILE.ROWS):
-        line, stop = lines_of(strips_ptr, STRIPS, square.row + part * TILE.ROWS, 2, TILE.ROWS, EDGE)
-        even, odd = load_halves(x_ptr, line, stop, square.col, N, TILE, "evict_first")
-        at = moved(square, part * TILE.ROWS, 0)
-        store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
-    j = square.col + tl.arange(0, EDGE)
-    scales = col_scale_inv_ptr + (square.row // EDGE).to(tl.int64) * N + j
-    tl.store(scales, inverse(scale, CAST.POWER_OF_2), mask=j < N)
-
-
-@triton.jit
-def _store_vectors(row_ptr, scales, x, line, is_line, col, N, CAST: tl.constexpr, TILE: tl.constexpr):
-    scale = scale_from_amax(tl.max(tl.abs(x), 1), CAST)
-    store_lines(row_ptr, x, scale[:, None], line, is_line, col, N, CAST, TILE)
-    tl.store(scales + line, inverse(scale, CAST.POWER_OF_2), mask=is_line)
 
 
 @triton.jit

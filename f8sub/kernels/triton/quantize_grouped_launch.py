@@ -200,7 +200,7 @@ def _vectors(filled: dict[str, Any]) -> Launch:
     if is_paired(filled["x_ptr"], EDGE, filled["M"]):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
         return covering(quantize_bf16x2.quantize_paired_vectors, filled, SQUARE, options)
-    return covering(quantize_grouped.quantize_group_vectors, filled, CAST, WARPS_4, SQUARE)
+    return covering(quantize.quantize_crossing_vectors, filled, CAST, WARPS_4, SQUARE)
 
 
 def _squares(filled: dict[str, Any]) -> Launch:
@@ -286,8 +286,9 @@ def _one_scale_of_weights(w: torch.Tensor, made: Operand) -> Launches:
         "row_scale_inv_ptr": made.scale_inv,
         "CAST": cast_to(made.format),
     }
+    find = {"x_ptr": w, "amax_ptr": bits, "prior_ptr": None, **block}
     launches = [
-        Launch(quantize.amax_of_experts, programs, {"x_ptr": w, "amax_ptr": bits, **block}, WARPS_8),
+        Launch(quantize.amax_of_matrix, programs, find, WARPS_8),
         Launch(quantize.cast_experts, programs, {"x_ptr": w, **make, **block}, WARPS_8),
     ]
     return Launches(launches, made[:2], (bits,))

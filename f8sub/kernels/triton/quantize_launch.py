@@ -299,6 +299,7 @@ def _one_scale(
             "amax_ptr": bits,
             "prior_ptr": None if prior is None or prior.covers else prior.scale,
             "SIZE": x.numel(),
+            "STRIDE": None,
             "BLOCK": ELEMENTS,
             "WHOLE": x.numel() % ELEMENTS == 0,
         }

@@ -180,7 +180,7 @@ def quantize_experts_one_pass(
     x_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, EXPERTS, LOOKAHEAD, SIZE, STRIDE,
     CAST: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``quantize.amax_of_experts`` and ``cast_experts`` in one launch.
+    """Run ``quantize.amax_of_matrix`` of experts and ``cast_experts`` in one launch.
 
     Expert e is cast while the amax of expert e + LOOKAHEAD is found: after the first ones, experts that are cast and
     experts that are read alternate; LOOKAHEAD < EXPERTS.

@@ -8,7 +8,7 @@ order as integers do, for which there is an atomic maximum; the bits of NaN come
 import triton
 import triton.language as tl
 
-from f8sub.kernels.triton.quantize_grouped import lines_of, store_vectors
+from f8sub.kernels.triton.quantize_grouped import group_of, is_past, lines_of, store_lines, store_vectors
 from f8sub.kernels.triton.quantize_grouped import load_halves as load_halves_of_lines
 from f8sub.kernels.triton.tile_ops import (
     EXPONENT_BITS,
@@ -32,6 +32,7 @@ from f8sub.kernels.triton.tile_ops import (
     store_rows,
     store_scales_of_square,
     store_with_one,
+    store_zero_columns,
 )
 
 
@@ -158,27 +159,79 @@ def amax_of_lines(
 
 @triton.jit
 def cast_with_lines(
-    x_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, M, N,
-    CAST: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, strips_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr,
+    COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Cast each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns."""
+    """Cast each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns.
+
+    Of COUNT groups M are rows as laid out, see ``quantize_grouped``, and columns have an amax in each, (COUNT, N). Of a
+    matrix ``strips_ptr`` is None.
+    """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    ROWS: tl.constexpr = TILE.ROWS
+    j = at.col + tl.arange(0, TILE.COLS)
+    if strips_ptr is not None:
+        # By the programs of one column of tiles: an empty group has no tile, and its scales are stored all the same.
+        for one in range(at.row // ROWS, COUNT, tl.cdiv(M, ROWS)):
+            of_group = one * N + j
+            scale = scale_from_amax(tl.load(col_amax_ptr + of_group, mask=j < N, other=0.0), CAST)
+            tl.store(col_scale_inv_ptr + of_group, inverse(scale, CAST.POWER_OF_2), mask=j < N)
+    line, stop = _lines_of(strips_ptr, STRIPS, at.row, ROWS, EDGE)
+    if strips_ptr is not None:
+        if is_past(strips_ptr, STRIPS, at.row, EDGE):
+            store_zero_columns(col_ptr, at, TILE)
+            return
     # (ROWS / 2, COLS) each; scales are (ROWS / 2, 1) for rows, (1, COLS) for columns
-    even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
-    i, j = at.row + 2 * tl.arange(0, TILE.ROWS // 2), at.col + tl.arange(0, TILE.COLS)
+    even, odd = _load_lines(x_ptr, at, line, stop, TILE, "evict_first")
     if row_ptr is not None:
-        even_scale = scale_from_amax(tl.load(row_amax_ptr + i, mask=i < M, other=0.0), CAST)
-        odd_scale = scale_from_amax(tl.load(row_amax_ptr + i + 1, mask=i + 1 < M, other=0.0), CAST)
-        store_rows(row_ptr, even, odd, even_scale[:, None], odd_scale[:, None], at, CAST, TILE, False)
+        if strips_ptr is None:
+            i, end = at.row + 2 * tl.arange(0, ROWS // 2), M
+        else:
+            i, end = line, stop
+        even_scale = scale_from_amax(tl.load(row_amax_ptr + i, mask=i < end, other=0.0), CAST)
+        odd_scale = scale_from_amax(tl.load(row_amax_ptr + i + 1, mask=i + 1 < end, other=0.0), CAST)
+        if strips_ptr is None:
+            store_rows(row_ptr, even, odd, even_scale[:, None], odd_scale[:, None], at, CAST, TILE, False)
+        else:
+            store_lines(row_ptr, even, even_scale[:, None], i, i < end, at.col, N, CAST, TILE)
+            store_lines(row_ptr, odd, odd_scale[:, None], i + 1, i + 1 < end, at.col, N, CAST, TILE)
         # Programs of one row have the same scale: the first one stores it.
         first = at.col == 0
-        tl.store(row_scale_inv_ptr + i, inverse(even_scale, CAST.POWER_OF_2), mask=first & (i < M))
-        tl.store(row_scale_inv_ptr + i + 1, inverse(odd_scale, CAST.POWER_OF_2), mask=first & (i + 1 < M))
-    if col_ptr is not None:
+        tl.store(row_scale_inv_ptr + i, inverse(even_scale, CAST.POWER_OF_2), mask=first & (i < end))
+        tl.store(row_scale_inv_ptr + i + 1, inverse(odd_scale, CAST.POWER_OF_2), mask=first & (i + 1 < end))
+    if strips_ptr is not None:
+        _store_columns_of_groups(
+            strips_ptr, col_amax_ptr, col_ptr, even, odd, at, j, COUNT, STRIPS, CAST, EDGE, TILE
+        )
+    elif col_ptr is not None:
         scale = scale_from_amax(tl.load(col_amax_ptr + j, mask=j < N, other=0.0), CAST)
         store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
         tl.store(col_scale_inv_ptr + j, inverse(scale, CAST.POWER_OF_2), mask=(at.row == 0) & (j < N))
+
+
+@triton.jit
+def _store_columns_of_groups(
+    strips_ptr, col_amax_ptr, col_ptr, even, odd, at, j, COUNT, STRIPS,
+    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Cast columns with the scales of the groups that their rows are of, and store them."""
+    ROWS: tl.constexpr = TILE.ROWS
+    group = group_of(strips_ptr, STRIPS, at.row, EDGE)
+    if EDGE % ROWS == 0:
+        is_one = True
+    else:
+        is_one = group == group_of(strips_ptr, STRIPS, at.row + ROWS - 1, EDGE)
+    if is_one:
+        of_columns = col_amax_ptr + group * at.N + j
+        amax = tl.load(of_columns, mask=(j < at.N) & (group < COUNT), other=0.0)
+        store_columns(col_ptr, even, odd, scale_from_amax(amax, CAST)[None, :], at, CAST, TILE, False)
+    else:
+        # A tile of several groups: a column has another scale in each of them, so one is loaded for each element.
+        groups = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, ROWS // 2), EDGE)
+        of_elements = col_amax_ptr + groups[:, None] * at.N + j[None, :]
+        amaxes = tl.load(of_elements, mask=(j < at.N)[None, :] & (groups < COUNT)[:, None], other=0.0)
+        store_columns(col_ptr, even, odd, scale_from_amax(amaxes, CAST), at, CAST, TILE, False)
 
 
 @triton.jit

@@ -274,53 +274,6 @@ def amax_of_group_lines(
 
 
 @triton.jit
-def cast_group_lines(
-    x_ptr, strips_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr,
-    COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Cast columnwise with scales of a group's columns, and rowwise with those of rows, unless that pointer is None."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    at = place(index, M, N, TILE.ROWS, TILE.COLS)
-    ROWS: tl.constexpr = TILE.ROWS
-    j = at.col + tl.arange(0, TILE.COLS)
-    for one in range(at.row // ROWS, COUNT, tl.cdiv(M, ROWS)):
-        of_group = one * N + j
-        scale = scale_from_amax(tl.load(col_amax_ptr + of_group, mask=j < N, other=0.0), CAST)
-        tl.store(col_scale_inv_ptr + of_group, inverse(scale, CAST.POWER_OF_2), mask=j < N)
-    line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, ROWS, EDGE)
-    if is_past(strips_ptr, STRIPS, at.row, EDGE):
-        store_zero_columns(col_ptr, at, TILE)
-        return
-    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
-    if row_ptr is not None:
-        even_scale = scale_from_amax(tl.load(row_amax_ptr + line, mask=line < stop, other=0.0), CAST)
-        odd_scale = scale_from_amax(tl.load(row_amax_ptr + line + 1, mask=line + 1 < stop, other=0.0), CAST)
-        store_lines(row_ptr, even, even_scale[:, None], line, line < stop, at.col, N, CAST, TILE)
-        store_lines(row_ptr, odd, odd_scale[:, None], line + 1, line + 1 < stop, at.col, N, CAST, TILE)
-        is_first = at.col == 0
-        tl.store(
-            row_scale_inv_ptr + line, inverse(even_scale, CAST.POWER_OF_2), mask=is_first & (line < stop)
-        )
-        is_second = is_first & (line + 1 < stop)
-        tl.store(row_scale_inv_ptr + line + 1, inverse(odd_scale, CAST.POWER_OF_2), mask=is_second)
-    group = group_of(strips_ptr, STRIPS, at.row, EDGE)
-    if EDGE % ROWS == 0:
-        is_one = True
-    else:
-        is_one = group == group_of(strips_ptr, STRIPS, at.row + ROWS - 1, EDGE)
-    if is_one:
-        of_columns = col_amax_ptr + group * N + j
-        amax = tl.load(of_columns, mask=(j < N) & (group < COUNT), other=0.0)
-        store_columns(col_ptr, even, odd, scale_from_amax(amax, CAST)[None, :], at, CAST, TILE, False)
-    else:
-        # A tile of several groups: a column has another scale in each of them, so one is loaded for each element.
-        groups = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, ROWS // 2), EDGE)
-        of_elements = col_amax_ptr + groups[:, None] * N + j[None, :]
-        amaxes = tl.load(of_elements, mask=(j < N)[None, :] & (groups < COUNT)[:, None], other=0.0)
-        store_columns(col_ptr, even, odd, scale_from_amax(amaxes, CAST), at, CAST, TILE, False)
-
-
-@triton.jit
 def quantize_group_squares(
     x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,

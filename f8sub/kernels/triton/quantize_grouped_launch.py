@@ -192,7 +192,7 @@ def _lines(filled: dict[str, Any]) -> list[Launch]:
     area = LINES[0] * LINES_READ["STEPS"], LINES[1]
     return [
         covering(quantize_grouped.amax_of_group_lines, find, LINES, WARPS_4, area),
-        covering(quantize_grouped.cast_group_lines, make, CAST, WARPS_4),
+        covering(quantize.cast_with_lines, make, CAST, WARPS_4),
     ]
 
 

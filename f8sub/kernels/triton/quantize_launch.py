@@ -333,6 +333,7 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
     row_bits, col_bits = scratch.split(counts)
     find = {"x_ptr": x, "row_amax_ptr": None, "col_amax_ptr": col_bits, **LINES_READ}
+    filled |= dict.fromkeys(("strips_ptr", "COUNT", "STRIPS", "EDGE"))
     make = {**filled, "row_amax_ptr": None, "col_amax_ptr": col_bits.view(torch.float32)}
     if counts[0]:
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)

@@ -90,7 +90,7 @@ def quantize_group_lines_one_pass(
     col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``quantize_grouped.amax_of_group_lines`` and ``cast_group_lines`` in one launch, in turn."""
+    """Run ``quantize_grouped.amax_of_group_lines`` and ``quantize.cast_with_lines`` in one launch, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down

@@ -20,7 +20,7 @@ def prefer_cudnn_attention() -> Iterator[bool]:
     """Have ``F.scaled_dot_product_attention`` take cuDNN's kernels in the block, on Hopper, where it can.
 
     They take about half of FlashAttention-2's time there, in forward and backward. From 2.11 on torch prefers them by
-    itself where its cuDNN is 9.15.1 or newer, unless the process's first call of attention was made under an
+    itself where its cuDNN is 9.15.1 or newer, unless the process's first call of attention ran under an
     ``sdpa_kernel(..., set_priority=True)`` that has ended: then FlashAttention-2 comes first. Put all of a training
     into one block, and each arm of a comparison: forward, backward, what checkpointing recomputes, and what
     ``torch.compile`` traces, which keeps the kernels of that moment.

@@ -36,7 +36,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the wrapped optimizer; its parameters are the masters.
-        takes_masters: tells the hook of all optimizers that a primary weight without a master gets one in the step.
+        takes_masters: shows the hook of all optimizers that a primary weight without a master gets one in the step.
     """
 
     takes_masters = True

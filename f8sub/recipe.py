@@ -60,14 +60,14 @@ class Recipe:
         fprop: ``y = x @ w.t()``; a = x rowwise, b = w rowwise.
         dgrad: ``dx = dy @ w``; a = dy rowwise, b = w columnwise.
         wgrad: ``dw = dy.t() @ x``; a = dy columnwise, b = x columnwise.
-        delayed: how scales are made of past amaxes; None for those of the current one.
+        delayed: how scales are computed from past amaxes; None for those of the current one.
 
     Attributes that follow:
-        scaling: what the scales are made of besides the current amax; None for nothing.
+        scaling: what the scales are computed from other than the current amax; None for nothing.
 
     Raises:
         Float8ConfigError: w's columnwise operand cannot be derived from its rowwise codes. A weight is cast
-            once and crosses the wire once, so its second usage is always made from its first. Or ``delayed.check``.
+            once and crosses the wire once, so its second usage is always derived from its first. Or ``delayed.check``.
     """
 
     name: str

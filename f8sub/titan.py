@@ -5,7 +5,7 @@ torchtitan 0.3: a flag of its command line, for any model, without a line of cod
     --override.imports 'f8sub.titan.float8={"recipe_name": "tensorwise"}' f8sub.titan.precompute_scales
 
 In code, ``model_registry(flavor, converters=[Float8Converter.Config(...)])``, or ``with_float8(model_spec, ...)`` for a
-spec that is there already. Ready-made, ``--module f8sub.titan --config llama3_8b_f8sub``.
+spec that is there already. Configs: ``--module f8sub.titan --config llama3_8b_f8sub``.
 
 torchtitan after 0.3: ``--override 'f8sub.titan.float8={"recipe_name": "tensorwise"}'``; in code,
 ``apply_transforms(config, [Float8Transform(...)])`` or ``with_float8(config, ...)``.

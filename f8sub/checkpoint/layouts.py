@@ -298,7 +298,7 @@ def warn_of_engines(
     if floats:
         warnings.warn(
             f"{floats[0]} and {len(floats) - 1} more layers have scales of blocks that are no powers of two. vLLM "
-            "(with DeepGEMM) and SGLang (on Blackwell) cast such weights anew, which doubles float8's error; train "
+            "(with DeepGEMM) and SGLang (on Blackwell) cast such weights again, which doubles float8's error; train "
             "with a recipe whose scales of blocks are powers of two, which stay as they are",
             Float8Warning,
             stacklevel=4,

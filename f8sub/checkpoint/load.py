@@ -72,9 +72,9 @@ def load_float8(
     ``precompute_scales`` after it. Everything is checked before the first value is written.
 
     A frozen layer that was converted with ``primary_weights=True``, by a recipe whose weights have the file's tiles,
-    keeps the file's own codes and scales, float32 ones or powers of two, at one byte an element, without values in high
-    precision. It multiplies and sends them as they are. So do frozen experts whose tiles end with gate, up and down, if
-    FSDP2 shards whole experts. Under FSDP2 load after ``fully_shard``, before the first forward.
+    keeps the file's own codes and scales, float32 ones or powers of two, at one byte per element, without values in
+    high precision. It multiplies and sends them as they are. So do frozen experts whose tiles end with gate, up and
+    down, if FSDP2 shards whole experts. Under FSDP2 load after ``fully_shard``, before the first forward.
 
     Any other parameter takes the values that the codes stand for. A converted layer casts them again. Where the recipe
     has the file's tiles and both have powers of two as scales, the cast has exactly these values. Where both have
@@ -303,7 +303,8 @@ def _check_shapes(part: NamedTensor, source: StoredTensor, checkpoint: Checkpoin
     if scales != expected and not (source.tile.is_whole and scales in ((), (1,))):
         raise Float8ShapeError(
             f"{part.name}: a weight of {shape} with scales of {source.tile} has {expected} of them, and the "
-            f"checkpoint's {source.scale} has {scales}; its config.json tells another block size than it was made with"
+            f"checkpoint's {source.scale} has {scales}; its config.json names another block size than it was "
+            "written with"
         )
     values = _scales_of(source, checkpoint)
     if not bool(((values >= 0) & values.isfinite()).all()):

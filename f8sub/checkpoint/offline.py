@@ -63,7 +63,8 @@ def export_checkpoint(  # noqa: PLR0913  (what save_float8 takes, and where the 
         prefix: of the model's names in the checkpoint, such as "model."; None where the names tell it.
         config: for ``config.json``; None for the checkpoint's own, or else that of ``model.config``.
         skip: more layers to leave in ``dtype``, see ``convert_to_float8``.
-        skip_defaults: likewise; False for a training that had output heads and small layers in float8, too.
+        skip_defaults: as in ``convert_to_float8``; False for a training that had output heads and small layers in
+            float8, too.
         experts: whether training multiplied experts in float8, as of ``convert_to_float8``.
         shard_bytes: as in ``save_float8``.
         progress: given the names of the tensors, it returns them again; to show how far it is.

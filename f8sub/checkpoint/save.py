@@ -48,10 +48,10 @@ def save_float8(  # noqa: PLR0913  (what float8_weights takes, and how files are
     Args:
         model: as in ``float8_weights``.
         folder: to make; it may exist if it is empty.
-        layout: as in ``float8_weights``; so are ``dtype`` and ``rename``.
-        dtype: likewise.
+        layout: as in ``float8_weights``.
+        dtype: as in ``float8_weights``.
         config: what ``config.json`` holds beside ``quantization_config``. None for ``model.config``, if it has one.
-        rename: likewise.
+        rename: as in ``float8_weights``.
         shard_bytes: of tensors in one file; a larger model has several. An index names them, or the one.
         group: the ranks of the model, where others have none of it; None for all.
         progress: given the names of the parameters on the rank that writes, it returns them again, to show how far it

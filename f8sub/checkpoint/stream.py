@@ -117,9 +117,9 @@ def float8_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stream a model's weights as an inference engine loads them, without a second cast.
 
-    Under FSDP2 one block is gathered at a time, its float8 weights at 1 byte an element; nothing is gathered or made in
-    high precision that training does not gather so, but experts that checkpoints keep in one tensor. Every rank of the
-    model iterates, to the end, and each gets all tensors; ``engine.load_weights(f8sub.float8_weights(model))`` is what
+    Under FSDP2 one block is gathered at a time, its float8 weights at 1 byte per element; nothing is gathered or
+    computed in high precision that training does not gather so, but experts that checkpoints keep in one tensor.
+    Every rank of the model iterates, to the end, and each gets all tensors; ``engine.load_weights(f8sub.float8_weights(model))`` is what
     vLLM takes.
 
     Args:

@@ -112,7 +112,7 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
         float8_all_gather: FSDP2 gathers weights as float8; False in high precision, as in any case those that a GEMM
             of the recipe reads in high precision.
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
-        primary_weights: the weights themselves become float8, 1 byte an element, and their high-precision values the
+        primary_weights: the weights themselves become float8, 1 byte per element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
         experts: convert experts of mixtures, too: those of transformers and torchtitan, and what ``register_experts``
             was given; "auto": those that gain. ``skip``, recipes by patterns and filter functions hold for them;

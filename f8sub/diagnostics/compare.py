@@ -98,7 +98,7 @@ def compare(
 
     Args:
         model: plain, before ``convert_to_float8`` and ``fully_shard``, on its device; or a function that makes it.
-        batches: a few, as the model takes them, on its device; they are kept in a list.
+        batches: a few, as the model takes them, on its device; they are stored in a list.
         recipes: a recipe, several, or a mapping from labels to what ``convert_to_float8`` takes as a recipe.
         loss_of: from model and batch to a loss, a scalar. None calls ``model(**batch)`` of a mapping, ``model(*batch)``
             of a tuple or list, else ``model(batch)``, and takes its ``loss``, or what it returned.

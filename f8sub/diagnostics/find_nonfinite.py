@@ -115,7 +115,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
         model: converted or not, sharded or not. Every nn.Linear's x, w, y and dy are watched, in the order in which
             they run; of converted layers dx and dw too, as this rank computed them, before gradients are reduced. A
             rank's w is its own shard, so that the rank is the one whose shard is bad; then what it gathered.
-            Experts that ``experts=True`` converts are watched likewise: products of ``grouped_linear`` under the
+            Experts that ``experts=True`` converts are watched in the same way: products of ``grouped_linear`` under the
             weight's name, but for tokens of no expert; experts whose own forward multiplies otherwise as one module.
             What lies between, such as norms, shows in the x of the layer after it.
 

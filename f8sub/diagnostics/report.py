@@ -167,7 +167,7 @@ class ConversionReport:
         others: what multiplies by weights and is no nn.Linear; experts alone may be converted.
         counted: the forward in which FLOPs were counted, in words; empty where they are assumed.
         assumed_because: what a forward of made-up inputs raised; empty where none was tried, or it counted.
-        not_counted: where FLOPs are assumed names of parameters that may multiply besides; where they were counted
+        not_counted: where FLOPs are assumed names of other parameters that may multiply; where they were counted
             operators of other libraries that took weights.
         not_counted_share: share of those parameters in all, 0 to 1.
         of_activations: multiplications of activations by each other in that forward, over those by weights.

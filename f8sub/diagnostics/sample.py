@@ -268,7 +268,7 @@ def node_of(y: torch.Tensor, function: str) -> torch.autograd.graph.Node:
         if node is not None and node.name().startswith(function):
             return node
         nodes += [] if node is None else [next_node for next_node, _ in node.next_functions]
-    raise RuntimeError(f"no {function} made a tensor of shape {tuple(y.shape)}")
+    raise RuntimeError(f"no {function} returned a tensor of shape {tuple(y.shape)}")
 
 
 def part_of(operand: Operand, row: int, col: int, rows: int, cols: int) -> Operand:

@@ -91,11 +91,11 @@ class Sensitivity:
 def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], torch.Tensor]) -> Sensitivity:
     """Look at how much the float8 of each converted layer, or module of experts, changes the loss of one batch.
 
-    Gradients of the parameters are left as they were. What dy's rounding does is not part of it: it does not tell which
+    Gradients of the parameters are left as they were. What dy's rounding does is not part of it: it does not show which
     layers are sensitive (``python scripts/tables/sensitivity.py``).
 
     Args:
-        model: converted, not sharded; trained a little, because at first all layers are alike.
+        model: converted, not sharded; trained a little, because at first all layers are equally sensitive.
         loss_of: from the model to the loss of a batch, a tensor of one element. It runs once, with gradients.
 
     Raises:
@@ -139,7 +139,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         loss = checked_loss(loss_of(model))
         if not bool(loss.isfinite()):
             raise Float8NumericsError(
-                f"the loss is {loss.item()}, which tells no layer's harm; f8sub.find_nonfinite tells where it begins"
+                f"the loss is {loss.item()}, which ranks no layers; f8sub.find_nonfinite shows where it begins"
             )
         loss.backward()
     if missing := sorted(weights.keys() - found.keys()):
@@ -152,7 +152,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
     if broken := [row.fqn for row in rows if not math.isfinite(row.harm)]:
         raise Float8NumericsError(
             f"{', '.join(broken)}: float8's error, or the gradient that it is multiplied by, is NaN or infinite, so "
-            "layers cannot be ranked; f8sub.find_nonfinite tells where it begins"
+            "layers cannot be ranked; f8sub.find_nonfinite shows where it begins"
         )
     # Harm per FLOP: layers that lose most for what they gain are first.
     return Sensitivity(tuple(sorted(rows, key=lambda row: -row.harm / max(row.flops, 1e-12))), loss.item())
@@ -163,7 +163,7 @@ def _check(fqn: str, weight: torch.Tensor) -> None:
         raise Float8ConfigError(f"{fqn}: its weight is sharded; call sensitivity before fully_shard")
     if isinstance(weight, Weight) and master_of(weight) is None:
         raise Float8ConfigError(
-            f"{fqn}: its high-precision values were dropped, so nothing tells what float8 lost"
+            f"{fqn}: its high-precision values were dropped, so nothing shows what float8 lost"
         )
 
 

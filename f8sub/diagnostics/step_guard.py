@@ -32,7 +32,7 @@ def skip_step_if_nonfinite(
     ``MasterWeights`` of one), decide on the device, and the host waits for nothing. Of any other the host reads the
     number at every step, and where it is not 0 the optimizer is shown no gradients: it leaves parameters without one
     alone, and their states. The host also reads it at the first step at which a parameter has a gradient, before its
-    state is made: fused SGD would leave its momentum uninitialized. ``torch.compile(optimizer.step)`` works with the
+    state is created: fused SGD would leave its momentum uninitialized. ``torch.compile(optimizer.step)`` works with the
     former alone.
 
     Args:
@@ -50,7 +50,7 @@ def skip_step_if_nonfinite(
     if optimizer in _guarded:
         raise Float8ConfigError(
             f"skip_step_if_nonfinite was called for this {type(optimizer).__name__} before; keep the guard that it "
-            "returned, or guard.remove() before another one is made"
+            "returned, or guard.remove() before another one is created"
         )
     return StepGuard(optimizer, group)
 

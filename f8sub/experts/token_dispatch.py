@@ -30,7 +30,7 @@ def exchange_tokens(
     recipe: Recipe | str,
     combine: bool = False,
 ) -> torch.Tensor:
-    """Send rows to other ranks, and get theirs, at one byte an element and a scale a tile in one direction.
+    """Send rows to other ranks, and get theirs, at one byte per element and one scale per tile in one direction.
 
     A dispatch sends x in float8, in the format of the recipe's x, and its gradient in x's dtype. A combine sends x in
     its dtype, and its gradient in the format of the recipe's dy. What arrives is in x's dtype, which holds the values
@@ -137,7 +137,7 @@ _SEAMS = {"_dispatch_token_exchange": False, "_combine_token_exchange": True}
 
 
 def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> int:
-    """Have the dispatchers of a torchtitan model send tokens at one byte an element, and dy likewise.
+    """Have the dispatchers of a torchtitan model send tokens at one byte per element, and dy too.
 
     Off unless it is called. See ``exchange_tokens`` for what is rounded; any other dispatcher calls that itself.
 

@@ -44,7 +44,7 @@ def reduce_gradients_in_float8(
         flat: one exchange, over several hosts too, where it sends more bytes than a ring of bfloat16.
         ranks_per_host: how many ranks that follow one another share a host; None asks the hosts for their names.
         measure: compare each ``measure_every``-th reduction of a module, the first one too, with torch's in float32,
-            whose bytes and memory it takes besides; ``decibels`` of what is returned tells, and ``f8sub.Monitor``.
+            whose bytes and memory it also takes; ``decibels`` of what is returned shows it, and ``f8sub.Monitor``.
         measure_every: reductions of a module from one that is measured to the next. Those that a CUDA graph replays
             are neither counted nor measured, see ``GradientReduction.measure_next``.
 
@@ -125,8 +125,8 @@ def _reductions(model: torch.nn.Module) -> dict[str, tuple[Any, Reduction]]:
         name, of_module = fqn or "the model", reductions(module)
         if len(of_module) > 1:
             raise Float8ConfigError(
-                f"{name} has parameters on {len(of_module)} meshes, of which FSDP2 cannot tell a reduce-scatter apart: "
-                "call fully_shard for the modules of each mesh by themselves"
+                f"{name} has parameters on {len(of_module)} meshes, of which FSDP2 does not separate the "
+                "reduce-scatters: call fully_shard for the modules of each mesh by themselves"
             )
         for reduction in of_module:
             if reduction.ranks is None or reduction.ranks.size() == 1:

@@ -55,7 +55,7 @@ def graph_step(
     Each call is one whole step: ``precompute_scales`` of the weights as they are, the function, ``optimizer.step()``,
     and gradients set to None. Losses and weights are those of launched steps, bitwise. Weights that are loaded, or
     changed in another way, between two calls are read by the next one. What a graph has as a constant is looked at
-    before each replay; where it changed, the step is captured anew. On a CPU every step is launched.
+    before each replay; where it changed, the step is captured again. On a CPU every step is launched.
 
     Args:
         function: forward and backward of one batch, several where gradients are accumulated, and what comes before the
@@ -247,7 +247,7 @@ class GraphedStep:
         if graph is not None:
             if (difference := graph.dependencies.difference()) is not None:
                 self.close()
-                return f"the step is captured anew: {difference}"
+                return f"the step is captured again: {difference}"
             return graph.host.why_launched()
         if self._graphs and not self._captures_others:
             return "the batch has another shape, dtype or constant than the captured one"
@@ -354,7 +354,7 @@ class GraphedStep:
         self.close()
         warnings.warn(
             f"graph_step launches every step: {reason}. A captured function may neither wait for the GPU (.item(), "
-            "print, .cpu(), nonzero, shapes that depend on values) nor send to single ranks, and DDP has to be made "
+            "print, .cpu(), nonzero, shapes that depend on values) nor send to single ranks, and DDP has to be created "
             "within torch.cuda.stream(torch.cuda.Stream()). A model of transformers waits without "
             "f8sub.integrations.transformers.attend_causally(model)",
             Float8Warning,

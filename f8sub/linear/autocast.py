@@ -314,7 +314,7 @@ class autocast:
     activation checkpointing included, uses what its forward used, so a context around it does nothing.
 
     Only layers that ``convert_to_float8`` converted take part, and no other autocast is meant: ``torch.autocast``
-    chooses the high-precision dtype, and goes together with this one.
+    chooses the high-precision dtype, and combines with this one.
 
     Weights that FSDP2 gathers in float8 were cast with the layer's own recipe before the context is known. So there
     ``enabled=False`` computes in high precision with the gathered weight, dequantized, and a recipe has to read the

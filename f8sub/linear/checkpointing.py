@@ -60,7 +60,7 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
         keep: "bf16" saves what the usual policy for bf16 does: attention, and of products of one shape every second
             (54 kB; k or v, o and up are multiplied again). "gemms" saves every product that backward reads (92 kB;
             nothing is multiplied again).
-        save: operators whose results are saved besides, ``torch.ops.aten.NAME.default``.
+        save: other operators whose results are saved, ``torch.ops.aten.NAME.default``.
 
     Returns:
         What ``checkpoint(function, *args, use_reentrant=False, context_fn=...)`` and

@@ -234,7 +234,7 @@ def _check_received(fqn: str, x: Float8Tensor, recipe: Recipe) -> None:
     if rowwise is None or rowwise.format != wanted:
         raise Float8ConfigError(
             f"{fqn}: its input came in float8 as {x!r}, and the recipe in use reads x as {wanted}; give "
-            "the layers that share an input recipes that read it alike, and enter f8sub.autocast around the "
+            "the layers that share an input recipes that read it the same way, and enter f8sub.autocast around the "
             "module whose style sends it"
         )
 

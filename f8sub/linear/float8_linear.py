@@ -249,19 +249,19 @@ def one_node(
 
 
 class Float8Linear(ConvertedModule, torch.nn.Linear):
-    """``nn.Linear`` whose three GEMMs run in float8; made by ``convert_to_float8``, by class swap.
+    """``nn.Linear`` whose three GEMMs run in float8; ``convert_to_float8`` creates it, by class swap.
 
     x is float32, bfloat16 or float16, with any leading dims, and need not have the weight's dtype. y has x's dtype, or
     that of ``torch.autocast``. The bias is added in high precision.
 
-    Its only attribute besides those of nn.Linear is ``_f8sub``, which has the layer's ``plan``, with its ``recipe``,
+    Its only attribute other than those of nn.Linear is ``_f8sub``, which has the layer's ``plan``, with its ``recipe``,
     ``fqn``, ``float8_all_gather`` and ``keep_x``; users' classes and code may take any other name.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Float8ConfigError(
-            f"{type(self).__name__} is made by f8sub.convert_to_float8, of an nn.Linear in a model; build the model "
-            "with nn.Linear and convert it, or one layer: f8sub.convert_to_float8(nn.Linear(in_features, out_features))"
+            f"{type(self).__name__} is created by f8sub.convert_to_float8, from an nn.Linear in a model; build the "
+            "model with nn.Linear and convert it, or one layer: f8sub.convert_to_float8(nn.Linear(in_features, out_features))"
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102

@@ -93,7 +93,7 @@ class DelayedScaling:
             # Recipes are keys of dicts.
             if not isinstance(algorithm, Hashable):
                 raise Float8ConfigError(
-                    f"{name} is a callable that tells recipes apart, and {algorithm!r} has no hash; define __hash__, "
+                    f"{name} is a callable that identifies recipes, and {algorithm!r} has no hash; define __hash__, "
                     "or pass a function"
                 )
         if not isinstance(self.reduce_amax, bool):
@@ -124,7 +124,7 @@ class DelayedScaling:
             one_scale = all(f.tile.is_whole and f.scale_rule.stored_as == torch.float32 for f in formats)
             if len(set(formats)) > 1 or not one_scale:
                 raise Float8ConfigError(
-                    f"recipe {recipe.name!r}: delayed scaling keeps one scale a tensor, but {name} is read as "
+                    f"recipe {recipe.name!r}: delayed scaling keeps one scale per tensor, but {name} is read as "
                     f"{' and '.join(map(str, formats))}; give both of its usages one format of Tile(ALL, ALL) with "
                     "float32 scales"
                 )

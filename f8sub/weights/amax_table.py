@@ -177,7 +177,7 @@ class Findings:
                 f"{self._shards[alone - 1].fqn}: its weight changed on some ranks and not on others since scales "
                 "were computed; the ranks gathered it with the scales from before the change, and what those could "
                 "not hold as NaN, or as the largest code of a format without NaN. Change a sharded weight on every "
-                "rank alike, then call precompute_scales(model)",
+                "rank, then call precompute_scales(model)",
                 Float8Warning,
                 stacklevel=5,
             )

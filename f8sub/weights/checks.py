@@ -151,7 +151,7 @@ def _refuse_cuts(record: WeightRecord, layout: ShardLayout) -> None:
     if format.codes_per_byte > 1 and layout.dim != 0:
         raise Float8ConfigError(
             f"{record.fqn}: its weight is sharded by columns (Shard({layout.dim})), which FSDP2 "
-            f"puts together from one byte an element, and {format} has two in one; "
+            f"puts together from one byte per element, and {format} has two in one; "
             "shard it by rows, or convert with float8_all_gather=False"
         )
     for dim, part in layout.cuts:

@@ -204,7 +204,7 @@ class Exchange:
         """Capture a reduction in the graph, so that each replay reduces; ``before_capture`` was called."""
         if (capture := current_capture()) is None:
             raise RuntimeError(
-                "a reduction is captured, and nobody is there to repeat what it tells the host"
+                "a reduction is captured, and nobody is there to repeat what it reports to the host"
             )
         before = self._changes_covered, self.generation
         self._captured = True

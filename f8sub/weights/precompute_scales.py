@@ -33,8 +33,8 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     Raises:
         Float8ConfigError: no model that ``convert_to_float8`` saw, or a CUDA graph of sharded weights is captured.
         Float8NumericsError: the previous call found NaN or infinity in a weight (a recipe may look for it in x and dy
-            too, and tell one call later); names the layers. On every rank alike, but for experts of other ranks, and
-            for weights that are sharded and gathered in high precision: there on the ranks that hold it.
+            too, and say so one call later); names the layers. The same on every rank, but for experts of other ranks,
+            and for weights that are sharded and gathered in high precision: there on the ranks that hold it.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """
     for conversion in conversions_of(parts_of(model)):
@@ -137,7 +137,7 @@ def _warn_of_early(
         if record is not None and record.entered and is_dtensor(record.parameter):
             _early.add(optimizer)
             warnings.warn(
-                f"{record.fqn}: the {type(optimizer).__name__} was made before fully_shard, which put another "
+                f"{record.fqn}: the {type(optimizer).__name__} was created before fully_shard, which put another "
                 "parameter in the place of the one that it steps, so it trains nothing; make it of "
                 "model.parameters() after fully_shard",
                 Float8Warning,
@@ -273,7 +273,7 @@ def register_precompute_hook(
     if stepped.isdisjoint(id(parameter) for part in parts for parameter in part.parameters()):
         raise Float8ConfigError(
             f"register_precompute_hook: the {type(runs_hooks).__name__} steps no parameter of the model: it is another "
-            "model's, or was made before fully_shard, which replaces parameters; make the optimizer of "
+            "model's, or was created before fully_shard, which replaces parameters; make the optimizer of "
             "model.parameters() after fully_shard"
         )
     handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(_PrecomputeHook(parts))

@@ -259,8 +259,8 @@ class PrimaryWeight(Weight):
         """The record that all views of the weight share."""
         if self._slot.primary is None:
             raise Float8ConfigError(
-                f"zeros of shape {tuple(self.shape)} that were made with new_zeros from a float8 primary weight only "
-                "serve to copy that whole weight into; use torch.zeros, and drop_high_precision after fully_shard"
+                f"zeros of shape {tuple(self.shape)} that were created with new_zeros from a float8 primary weight "
+                "only serve to copy that whole weight into; use torch.zeros, and drop_high_precision after fully_shard"
             )
         return self._slot.primary
 

@@ -288,7 +288,7 @@ def section(title: str, names: list[tuple[str, str]]) -> str:
     parts += [entry(*each) for each in names if not made_by_call(*each)]
     if alike := [name for each, name in names if made_by_call(each, name)]:
         listed = ", ".join(f"`{name}`" for name in alike)
-        parts.append(f"### Ready-made configs\n\nFor `--module {path} --config NAME`: {listed}.")
+        parts.append(f"### Configs\n\nFor `--module {path} --config NAME`: {listed}.")
         parts.append(COMMANDS.get(key_of(path, "configs"), ""))
     return "\n\n".join(parts)
 

@@ -17,7 +17,7 @@ class Float8Transform(Options, ModelConfigTransform):
     """Convert a model's linear layers to float8: ``apply_transforms(config, [Float8Transform()])``.
 
     It is of torchtitan after 0.3; its fields are the options of ``Float8Converter.Config``. The layers are converted
-    when the model is built, all together, by ``f8sub.convert_to_float8``, and their scales are made after each
+    when the model is built, all together, by ``f8sub.convert_to_float8``, and their scales are computed after each
     optimizer step. The config tree stays as it is, so this goes before other transforms or after them.
 
     Stacked projections, whose weight has three dimensions, such as ``w13`` of torchtitan's feed-forward, stay in high

@@ -107,7 +107,7 @@ def test_an_optimizer_that_steps_nothing_of_the_model_is_refused(rank, world):
             f8sub.Float8ConfigError, f8sub.register_precompute_hook, optimizer, list(parts) or model
         )
 
-    others = "SGD steps no parameter of the model: it is another model's, or was made before fully_shard"
+    others = "SGD steps no parameter of the model: it is another model's, or was created before fully_shard"
     assert others in told(torch.optim.SGD(other.parameters()))
     assert others in told(Wrapper(torch.optim.SGD(other.parameters())))
     early = torch.optim.SGD(model.parameters())
@@ -135,7 +135,7 @@ def test_an_optimizer_that_was_made_before_fully_shard_is_told_once(rank, world)
         return (model[0].weight.full_tensor() != before).any()
 
     with pytest.warns(
-        f8sub.Float8Warning, match=r"^0: the SGD was made before fully_shard, .* it trains nothing"
+        f8sub.Float8Warning, match=r"^0: the SGD was created before fully_shard, .* it trains nothing"
     ):
         assert not step(early)
     assert not step(early)

@@ -119,8 +119,8 @@ def float8_weights(
 
     Under FSDP2 one block is gathered at a time, its float8 weights at 1 byte per element; nothing is gathered or
     computed in high precision that training does not gather so, but experts that checkpoints keep in one tensor.
-    Every rank of the model iterates, to the end, and each gets all tensors; ``engine.load_weights(f8sub.float8_weights(model))`` is what
-    vLLM takes.
+    Every rank of the model iterates, to the end, and each gets all tensors;
+    ``engine.load_weights(f8sub.float8_weights(model))`` is what vLLM takes.
 
     Args:
         model: converted; plain, or under FSDP2, HSDP, DDP or tensor parallelism. Its ``precompute_scales`` was called.

@@ -261,7 +261,8 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise Float8ConfigError(
             f"{type(self).__name__} is created by f8sub.convert_to_float8, from an nn.Linear in a model; build the "
-            "model with nn.Linear and convert it, or one layer: f8sub.convert_to_float8(nn.Linear(in_features, out_features))"
+            "model with nn.Linear and convert it, or one layer: "
+            "f8sub.convert_to_float8(nn.Linear(in_features, out_features))"
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102

@@ -4,21 +4,25 @@ Right first: every candidate multiplies, in a process of its own with a time lim
 crashes costs only itself; those processes compile all candidates side by side. Then speed: random data, two sets of
 operands in turn, CUDA graphs, medians of rounds in which all variants take turns. A table comes last.
 
-``dense``, which runs where none is named, are GEMMs of operands with scales of blocks. Products are compared with
-float64 on the GPU, in units of a budget derived from the tensor core's accumulator. Of few rows a plain split-K kernel
-is timed as well. It writes ``f8sub/kernels/gemm/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses
-from then on.
+``dense``, which runs where none is named, are GEMMs of operands with scales of blocks, and of whole tensors: those by
+cuBLASLt's kernel for them and by torch's for scales by row. Products of blocks are compared with float64 on the GPU, in
+units of a budget derived from the tensor core's accumulator. Of few rows a plain split-K kernel is timed as well. It
+writes ``f8sub/kernels/gemm/gemm_tables/GPU.json``, by which ``f8sub.kernels.gemm.select`` chooses from then on; what
+the file has of other pairs of formats stays.
 
-``grouped`` are products by groups, of experts. Right are those within 40 dB of the product of the codes in float32, 25
-dB where sums stay in the tensor cores' accumulators. It prints the best tiles of each kind and shape.
+``grouped`` are products by groups, of experts. Right are those, as those of whole tensors, within 40 dB of the product
+of the codes in float32, 25 dB where sums stay in the tensor cores' accumulators. It prints the best tiles of each kind
+and shape.
 
     python scripts/tune_gemm.py
+    python scripts/tune_gemm.py dense --pairs tensor e5m2-tensor
     python scripts/tune_gemm.py grouped --json grouped.json
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -28,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,18 +42,18 @@ from rich.progress import Progress
 import f8sub
 from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import block_scales, blockwise, scaled_mm, tuning
+from f8sub.kernels.gemm import block_scales, blockwise, measured, scaled_mm, tuning
 from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows
 from f8sub.kernels.grouped import gemm as grouped_gemm
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.triton.gemm_launch import Config
-from scripts.bench.formats import E4M3, FORMATS
+from scripts.bench.formats import E4M3, E5M2, FORMATS
 from scripts.bench.gpu.expert_steps import LIES, Lie
 from scripts.bench.gpu.experts import FAST_FLOOR_DB, FLOOR_DB, Problem, Product
 from scripts.bench.gpu.experts import SHAPES as GROUPED_SHAPES
 from scripts.bench.split_k import SplitK
-from scripts.bench.timing import Run, by_graph, in_turns, machine, summary
+from scripts.bench.timing import Run, by_graph, in_turns, machine, sqnr, summary
 from scripts.table import Table, write_json
 
 JOBS = min(os.cpu_count() or 1, 14)
@@ -112,7 +117,7 @@ def rated(
 
 
 def tune(
-    gemms: Sequence[BlockGemm] | Sequence[GroupedGemm], rounds: int, jobs: int, json: str | None
+    gemms: Sequence[BlockGemm | WholeGemm] | Sequence[GroupedGemm], rounds: int, jobs: int, json: str | None
 ) -> dict[str, Any]:
     """Check all candidates, time and show those that are right, and write the file after each GEMM."""
     device = torch.device("cuda")
@@ -295,6 +300,93 @@ class BlockGemm:
         return {**formats, "shape": self.shape, "rates": rates, "config": config, "variants": figures}
 
 
+TENSOR, TENSOR_E5M2 = (Float8Format(dtype, Tile(ALL, ALL)) for dtype in (E4M3, E5M2))
+WHOLE = {"tensor": (TENSOR, TENSOR, True), "e5m2-tensor": (TENSOR_E5M2, TENSOR, False)}
+"""Pairs of whole tensors, and with which accumulation: y of ``tensorwise``, and its dx and dw."""
+
+WHOLE_SHAPES = {
+    "tensor": (
+        *("8192x4096x1024", "8192x4096x4096", "8192x4096x14336", "8192x14336x4096"),
+        *("2048x4096x1024", "2048x4096x4096", "2048x4096x14336", "2048x14336x4096"),
+        *("512x4096x4096", "512x4096x14336", "512x14336x4096"),
+        *("8192x2048x2048", "8192x8192x8192", "8192x8192x28672", "8192x28672x8192"),
+    ),
+    "e5m2-tensor": (
+        *("8192x1024x4096", "8192x4096x4096", "8192x14336x4096", "8192x4096x14336"),
+        *("1024x8192x4096", "4096x8192x4096", "14336x8192x4096", "4096x8192x14336"),
+        *("2048x4096x4096", "4096x2048x4096", "8192x8192x8192"),
+    ),
+}
+"""M x K x N: layers of a Llama 3 8B with 8192 tokens and with fewer, of a smaller model, and of a 70B."""
+
+
+@dataclass(frozen=True)
+class WholeKernel:
+    """One of ``measured.KERNELS`` for a pair of whole tensors."""
+
+    pair: str
+    name: str
+
+    def __call__(self, operands: tuple[Operand, Operand]) -> torch.Tensor:
+        """The product, in bf16."""
+        return measured.KERNELS[self.name](*operands, torch.bfloat16, WHOLE[self.pair][2])
+
+    def check(self) -> float:
+        """An error below the SQNR that a right one has, of a shape that is filled up and of one that is not."""
+        floor = FAST_FLOOR_DB if WHOLE[self.pair][2] else FLOOR_DB
+        worst = 0.0
+        for shape in ((520, 1040, 392), (4096, 4096, 1024)):
+            operands = whole(shape, self.pair, 3)
+            right = reference.gemm_nt(*operands, torch.float32, False)
+            worst = max(worst, 10 ** ((floor - sqnr(self(operands), right)) / 20))
+        return worst
+
+
+def whole(shape: tuple[int, int, int], pair: str, seed: int, device: str = "cuda") -> tuple[Operand, Operand]:
+    """Operands of a product, (M, K) and (N, K), cast from gaussian values."""
+    torch.manual_seed(seed)
+    rows, depth, cols = shape
+    values = (torch.randn(lines, depth, device=device, dtype=torch.bfloat16) for lines in (rows, cols))
+    a, b = (
+        reference.quantize(each, format, None).rowwise
+        for each, format in zip(values, WHOLE[pair], strict=False)
+    )
+    return a, b
+
+
+@dataclass(frozen=True)
+class WholeGemm:
+    """A GEMM of two operands with one scale each."""
+
+    pair: str
+    shape: tuple[int, int, int]
+
+    @property
+    def name(self) -> str:
+        """Of its rows."""
+        return f"{self.pair}, {'x'.join(map(str, self.shape))}"
+
+    @property
+    def candidates(self) -> list[WholeKernel]:
+        """CuBLASLt's, and torch's by row."""
+        return [WholeKernel(self.pair, name) for name in ("scaled_mm", "by_row")]
+
+    def timed(self, right: Sequence[WholeKernel], rounds: int) -> Figures:
+        """With what repeats scales by row."""
+        sets = [whole(self.shape, self.pair, seed) for seed in range(SETS)]
+        pool = torch.cuda.graph_pool_handle()
+        timers = {each.name: by_graph(each, sets, pool) for each in right}
+        return rated(timers, rounds, 2e-12 * math.prod(self.shape))
+
+    def entry(self, figures: Figures, right: Sequence[WholeKernel]) -> dict[str, Any]:
+        """What ``gemm_table`` keeps of one product."""
+        *pair, fast_accum = WHOLE[self.pair]
+        formats = dict(zip("ab", map(tuning.kind, pair), strict=True))
+        rates = {name: round(of["tflops"], 1) for name, of in figures.items()}
+        of = {"shape": self.shape, "fast_accum": fast_accum, "rates": rates, "config": None}
+        return {**formats, **of, "variants": figures}
+
+
 KINDS = {
     "rowwise": ("fprop", "dgrad", "wgrad"),
     "tensorwise": ("fprop", "dgrad", "wgrad"),
@@ -431,27 +523,45 @@ def require(why_not: Callable[..., str | None], *formats: Float8Format | None) -
 
 @dataclass(frozen=True)
 class Dense:
-    """GEMMs of operands with scales of blocks; writes the table of this GPU."""
+    """GEMMs of operands with scales of blocks, and of whole tensors; writes the table of this GPU."""
 
-    shapes: tuple[str, ...] = tuple(SHAPES)  # M x K x N
-    pairs: tuple[Literal[tuple(PAIRS)], ...] = tuple(PAIRS)
+    shapes: tuple[str, ...] | None = None  # M x K x N; None for those of each pair
+    pairs: tuple[Literal[tuple(PAIRS | WHOLE)], ...] = tuple(PAIRS | WHOLE)
     rounds: int = 60
     jobs: int = JOBS  # processes that check
     out: str | None = None  # write the table there, not into the package
     json: str | None = None  # also write the figures here
 
+    def gemms(self) -> list[BlockGemm | WholeGemm]:
+        """All that is timed."""
+        found: list[BlockGemm | WholeGemm] = []
+        for pair in self.pairs:
+            texts = self.shapes or (WHOLE_SHAPES[pair] if pair in WHOLE else SHAPES)
+            shapes = tuple(tuple(map(int, text.split("x"))) for text in texts)
+            for shape in shapes:
+                found.append(WholeGemm(pair, shape) if pair in WHOLE else BlockGemm(pair, shape, shapes))
+        return found
+
     def run(self) -> None:
         """Tune, and write."""
         require(blockwise.why_not, VECTOR, SQUARE)
-        shapes = tuple(tuple(map(int, text.split("x"))) for text in self.shapes)
-        gemms = [BlockGemm(pair, shape, shapes) for pair in self.pairs for shape in shapes]
+        gemms = self.gemms()
         document = tune(gemms, self.rounds, self.jobs, self.json)
         if len(document["products"]) < len(gemms):
             sys.exit("not all products were timed: no table is written")
         path = self.out or tuning.file_of(document["gpu"])
         tuning.FOLDER.mkdir(exist_ok=True)
-        write_json(path, document)
+        write_json(path, with_others(document, tuning.file_of(document["gpu"])))
         print(path)
+
+
+def with_others(document: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A table with what the file at ``path``, if there is one, has of pairs that were not measured now."""
+    old = json.loads(path.read_text())["products"] if path.exists() else []
+    new = document["products"]
+    pairs = {(row["a"], row["b"], row.get("fast_accum")) for row in new}
+    kept = [row for row in old if (row["a"], row["b"], row.get("fast_accum")) not in pairs]
+    return {**document, "products": [*kept, *new]}
 
 
 @dataclass(frozen=True)

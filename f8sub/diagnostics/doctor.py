@@ -156,7 +156,7 @@ def _of_torch(names: tuple[TorchNames, ...], machine: Machine) -> Iterator[str]:
 
 def _gemm_table(machine: Machine) -> tuple[str | None, bool]:
     """Return a description of the first GPU's table, and whether one should be measured."""
-    # Products of blocks have two backends to choose from on this capability alone.
+    # Products have two kernels to choose from on this capability alone.
     if not machine.gpus or machine.gpus[0].capability != CAPABILITY or machine.triton is None:
         return None, False
     name = machine.gpus[0].name
@@ -177,8 +177,8 @@ def _advice(
     yield from _of_gpus(machine, device)
     if measure:
         yield (
-            "Run python scripts/tune_gemm.py, which takes minutes: it checks f8sub's own products of blocks on this "
-            "GPU, and finds where they are faster than cuBLASLt's."
+            "Run python scripts/tune_gemm.py, which takes minutes: it checks products on this GPU, f8sub's of blocks "
+            "and torch's by row, and finds where they are faster than cuBLASLt's usual ones."
         )
     if machine.variables.get("TRITON_INTERPRET", "0") != "0":
         yield "Unset TRITON_INTERPRET: with it Triton's kernels run in Python, thousands of times slower."
@@ -252,7 +252,7 @@ WIDTH = 80
 WORDS = {
     "scaled_mm": "torch._scaled_mm, cuBLASLt's tensor-core products on a GPU",
     "triton": "f8sub's own kernels, for Hopper",
-    "measured": "for each shape cuBLASLt's or f8sub's, whichever was faster on this GPU",
+    "measured": "for each shape the kernel that was faster on this GPU: torch's, or f8sub's of blocks",
     "reference": "plain PyTorch: exact; on a GPU 30 times slower than bf16",
     "bf16": "the recipe leaves this product in high precision",
 }

@@ -3,13 +3,16 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.estimator.gpus import GPUS, H200, Gpu
 from f8sub.estimator.products import Product, Shapes, expert_products
 from f8sub.estimator.seconds import NONE, Run, linear_seconds
-from f8sub.recipe import Recipe
+
+if TYPE_CHECKING:
+    from f8sub.recipe import Recipe
 
 LEAST = 1.1
 """Experts gain where the formula says so many times as fast as bf16: of a measured step it says up to 9 % too much.
@@ -64,7 +67,7 @@ def _told(tokens: float) -> str:
     return f"{tokens:,.0f} tokens an expert"
 
 
-def gain_of(products: Sequence[Product], recipe: Recipe, gpu: Gpu, tokens: float | None) -> ExpertGain:
+def gain_of(products: Sequence[Product], recipe: "Recipe", gpu: Gpu, tokens: float | None) -> ExpertGain:
     """Predict the speed-up of the weights of one module of experts.
 
     The formula is in docs/experts.md. A weight is cast in every forward, as if FSDP2 gathered it in high precision.
@@ -115,7 +118,7 @@ def by_module(shapes: Shapes) -> dict[str, list[Product]]:
     return found
 
 
-def decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
+def decided(shapes: Shapes, recipe: "Recipe", gpu: Gpu, tokens: float) -> Shapes:
     """Return ``shapes`` as ``experts="auto"`` decides with so many tokens in one forward; else unchanged."""
     if not shapes.undecided:
         return shapes
@@ -140,7 +143,7 @@ def why_left(gain: ExpertGain) -> str:
 
 
 def of_module(
-    modules: Mapping[str, torch.nn.Module], fqn: str, recipe: Recipe, tokens: int | None
+    modules: Mapping[str, torch.nn.Module], fqn: str, recipe: "Recipe", tokens: int | None
 ) -> ExpertGain:
     """Predict the speed-up of a module of experts on this machine's GPU, or on an H200 if that is not known."""
     return gain_of(expert_products(modules[""], fqn, None), recipe, gpu_here(), tokens)

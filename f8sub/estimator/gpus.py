@@ -6,11 +6,14 @@ GPUs are an H200's, scaled by what data sheets say of both, but for the copies o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from f8sub.convert.messages import REFERENCE_TIMES_BF16
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import ALL, Float8Format, ScaleRule
-from f8sub.recipe import GemmSpec
+
+if TYPE_CHECKING:
+    from f8sub.recipe import GemmSpec
 
 HIGH, WHOLE, ROWS, VECTORS, SQUARES = "high precision", "one scale", "one a row", "1x128", "squares"
 VECTORS_BY_SQUARES, MX, FP4, OTHER = "1x128 by squares", "1x32, e8m0", "1x16, two levels", "other"
@@ -45,16 +48,16 @@ class Gpu:
     measured: bool = False
     grouped: frozenset[str] = frozenset()
 
-    def rate(self, spec: GemmSpec) -> float:
+    def rate(self, spec: "GemmSpec") -> float:
         """Return the FLOP/s of a large product; the reference backend's where the GPU has no kernel for it."""
         return self.rates.get(kind_of_product(spec), self.rates[HIGH] / REFERENCE_TIMES_BF16)
 
-    def is_native(self, spec: GemmSpec) -> bool:
+    def is_native(self, spec: "GemmSpec") -> bool:
         """Return whether f8sub has a kernel for the product on this GPU's tensor cores."""
         return kind_of_product(spec) in self.rates
 
 
-def kind_of_product(spec: GemmSpec) -> str:
+def kind_of_product(spec: "GemmSpec") -> str:
     """Return one of the kinds above; ``OTHER`` for operands that go to the reference backend everywhere."""
     if spec.a is None or spec.b is None:
         return HIGH

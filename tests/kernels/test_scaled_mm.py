@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
-from f8sub import ALL, Float8Format, GemmSpec, ScaleRule, Tile
+from f8sub import ALL, Float8Format, GemmSpec, Operand, ScaleRule, Tile
 from f8sub.formats import E2M1
 from f8sub.kernels import reference
-from f8sub.kernels.gemm import scaled_mm, select
+from f8sub.kernels.gemm import measured, scaled_mm, select
+from f8sub.linear.float8_linear import gemm
 from tests.budgets import excess
 from tests.kernels.products import (
     BLOCK,
@@ -126,6 +128,47 @@ def test_what_cublaslt_is_given(pair, shape, dtype):
     rounded = torch.bfloat16 if by_row else dtype
     assert found.dtype == dtype
     assert excess(found.to(rounded), product(a, b)) <= 1
+
+
+@on_each_dtype
+@on_each_shape
+@pytest.mark.parametrize("pair", [PAIRS["tensor-tensor"], PAIRS["e5m2-e4m3"]], ids=["e4m3", "mixed"])
+def test_whole_tensors_by_row(pair, shape, dtype):
+    """One scale each, repeated: for cuBLASLt in whole multiples of 16 rows, where 16 bytes begin."""
+    skip_without_rows()
+    a, b = operands(pair, shape)
+    found = scaled_mm.gemm_nt_by_row(a, b, dtype, fast_accum=False)
+    assert excess(found, product(a, b)) <= 1
+    with Calls() as calls:
+        scales = scaled_mm._scales_by_row(a, b, scaled_mm.ALIGNMENT)
+        found = scaled_mm._gemm_nt_cuda(a.data, b.data, *scales, dtype, False)
+    (call,) = calls.seen
+    for scale, operand, rows in zip((call["scale_a"], call["scale_b"].t()), (a, b), shape[:2], strict=True):
+        assert scale.shape == (rows + -rows % 16, 1)
+        assert scale.data_ptr() % 16 == 0
+        assert (scale == operand.scale_inv).all()
+    assert found.dtype == dtype
+    assert excess(found.bfloat16(), product(a, b)) <= 1
+
+
+def test_compiled_code_has_the_kernel_of_its_shape_or_one_node(monkeypatch):
+    """The choice is in the graph where it is known; a dynamic shape is looked up when the node runs."""
+    skip_without_rows()
+    monkeypatch.setattr(measured, "winner", lambda *how: "by_row")
+    spec = GemmSpec(a=TENSOR, b=TENSOR, fast_accum=True)
+    a, b = operands((TENSOR, TENSOR), (32, 48, 64))
+
+    def product_and_sum(*tensors):
+        left, right = Operand.of(a.format, *tensors[:2]), Operand.of(b.format, *tensors[2:])
+        return gemm("measured", spec, left, right, torch.bfloat16) + 1
+
+    expected = product_and_sum(*a.tensors, *b.tensors)
+    for is_dynamic, name in ((False, "_scaled_mm"), (True, "measured_gemm_nt")):
+        torch.compiler.reset()
+        compiled = torch.compile(product_and_sum, dynamic=is_dynamic, fullgraph=True)
+        found, code = run_and_get_code(compiled, *a.tensors, *b.tensors)
+        assert torch.equal(found, expected)
+        assert name in "".join(code)
 
 
 WHY_NOT = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import f8sub
-from f8sub import Float8Format, GemmSpec, Operand, ScaleRule, Tile
+from f8sub import ALL, Float8Format, GemmSpec, Operand, ScaleRule, Tile
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import blockwise as blockwise_gemm
-from f8sub.kernels.gemm import select, tuning
+from f8sub.kernels.gemm import measured, select, tuning
 from tests.budgets import excess
 from tests.data_sets import DTYPES, generator, row_outliers
 from tests.kernels.interpreted import interpreted, needs_triton
@@ -96,7 +96,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
-    caches = (tuning.of, blockwise_gemm.why_not_device, blockwise_gemm._winner, blockwise_gemm._config)
+    caches = (tuning.of, blockwise_gemm.why_not_device, measured.winner, blockwise_gemm._config)
     for cache in caches:
         cache.cache_clear()
     yield tmp_path
@@ -121,7 +121,7 @@ SQUARE, WIDE, FEW = (8192, 8192, 8192), (8192, 4096, 14336), (64, 8192, 8192)
 @needs_triton
 def test_without_measurements_cublaslt_where_it_can_then_ours_then_the_reference(hopper, monkeypatch):
     assert "no measurement of 1x128 e4m3 (power-of-two scales) by 128x128 e4m3 on NVIDIA H200" in str(
-        blockwise_gemm.why_not_measured(SPEC.a, SPEC.b, CUDA)
+        measured.why_not(SPEC.a, SPEC.b, CUDA)
     )
     assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -141,19 +141,63 @@ def test_the_faster_one_of_each_shape_is_taken(hopper):
     )
     assert select.select_gemm(SPEC, CUDA) == "measured"
     winners = {
-        shape: blockwise_gemm._winner(SPEC.a, SPEC.b, CUDA, shape)
+        shape: measured.winner(SPEC.a, SPEC.b, CUDA, shape, False)
         for shape in (SQUARE, WIDE, FEW, (4096, 8192, 8192), (16384, 4096, 12288), (1, 4096, 14336))
     }
     # Within a per cent of each other they count as equal.
     assert list(winners.values()) == ["scaled_mm", "triton", "scaled_mm", "scaled_mm", "triton", "scaled_mm"]
     assert blockwise_gemm._config(SPEC.a, SPEC.b, CUDA, WIDE).group == 4
-    assert "no measurement" in str(blockwise_gemm.why_not_measured(SPEC.a, VECTOR, CUDA))
+    assert "no measurement" in str(measured.why_not(SPEC.a, VECTOR, CUDA))
     # Where cuBLASLt always won, it is what is shown.
     tuning.of.cache_clear()
     measure(hopper, (SQUARE, {"scaled_mm": 1272.0, "triton": 1200.0}), (WIDE, {"scaled_mm": 1120.0}))
     assert select.select_gemm(SPEC, CUDA) == "scaled_mm"
-    reason = str(blockwise_gemm.why_not_measured(SPEC.a, SPEC.b, CUDA))
+    reason = str(measured.why_not(SPEC.a, SPEC.b, CUDA))
     assert "8192x8192x8192: scaled_mm (scaled_mm 1272, triton 1200 TFLOP/s)" in reason
+
+
+WHOLE = GemmSpec(a=TENSOR, b=TENSOR, fast_accum=True)
+
+
+def test_whole_tensors_are_multiplied_by_row_where_that_was_faster(hopper, monkeypatch):
+    """With the accumulation that it was measured with; elsewhere, and of other formats, cuBLASLt's own kernel is."""
+    fast = {"a": "e4m3[allxall]", "b": "e4m3[allxall]", "config": None, "fast_accum": True}
+    products = [
+        {**fast, "shape": SQUARE, "rates": {"scaled_mm": 1400.0, "by_row": 1390.0}},
+        {**fast, "shape": WIDE, "rates": {"scaled_mm": 1250.0, "by_row": 1380.0}},
+        {**fast, "shape": WIDE, "rates": {"scaled_mm": 1250.0, "by_row": 1100.0}, "fast_accum": False},
+    ]
+    (hopper / "nvidia_h200.json").write_text(json.dumps({"products": products}))
+    assert select.select_gemm(WHOLE, CUDA) == "measured"
+    assert measured.winner(TENSOR, TENSOR, CUDA, WIDE, True) == "by_row"
+    assert measured.winner(TENSOR, TENSOR, CUDA, SQUARE, True) == "scaled_mm"
+    assert measured.winner(TENSOR, TENSOR, CUDA, WIDE, False) == "scaled_mm"
+    # A product of few rows was not measured, nor one of small matrices.
+    assert measured.winner(TENSOR, TENSOR, CUDA, FEW, True) == "scaled_mm"
+    assert measured.winner(TENSOR, TENSOR, CUDA, (2048, 4096, 14336), True) == "by_row"
+    assert measured.winner(TENSOR, TENSOR, CUDA, (512, 4096, 14336), True) == "scaled_mm"
+    mixed = GemmSpec(a=Float8Format(torch.float8_e5m2, Tile(ALL, ALL)), b=TENSOR)
+    assert select.select_gemm(mixed, CUDA) == "scaled_mm"
+    assert "no measurement of tensorwise e5m2" in str(measured.why_not(mixed.a, mixed.b, CUDA))
+    # Without cuBLASLt's own scales by row results in float32 would be rounded to bfloat16.
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "by_row needs cuBLASLt's scales by row" in str(measured.why_not(TENSOR, TENSOR, CUDA))
+
+
+def test_compiled_code_sees_the_kernel_of_a_shape_that_it_knows():
+    a, b = operands((TENSOR, TENSOR), (32, 48, 64))
+    assert select.GEMM["measured"].is_traceable(a, b)
+    assert not select.GEMM["measured"].is_traceable(*operands((VECTOR, BLOCK), (32, 48, 64)))
+    sizes = {"M": torch.export.Dim("M", min=32, max=64)}
+    seen = []
+
+    class Product(torch.nn.Module):
+        def forward(self, codes):
+            seen.append(select.GEMM["measured"].is_traceable(a._replace(data=codes), b))
+            return codes.float()
+
+    torch.export.export(Product(), (a.data,), dynamic_shapes=({0: sizes["M"]},), strict=False)
+    assert seen == [False]
 
 
 @needs_triton
@@ -163,9 +207,15 @@ def test_what_an_h200_takes_by_its_measurements(hopper, monkeypatch):
     ours = blockwise.fprop, blockwise.dgrad, gridquant.fprop, gridquant.dgrad, gridquant.wgrad
     assert {select.select_gemm(spec, CUDA) for spec in ours} == {"measured"}
     assert select.select_gemm(blockwise.wgrad, CUDA) == "scaled_mm"
+    tensorwise = f8sub.get_recipe("tensorwise")
+    assert select.select_gemm(tensorwise.fprop, CUDA) == "measured"
+    assert select.select_gemm(tensorwise.dgrad, CUDA) == "scaled_mm"
+    fprop = tensorwise.fprop.a, tensorwise.fprop.b, CUDA
+    assert measured.winner(*fprop, WIDE, True) == "by_row"
+    assert measured.winner(*fprop, (8192, 4096, 4096), True) == "scaled_mm"
     for spec in ours:
         for shape in (SQUARE, WIDE, (16384, 4096, 4096), (14336, 8192, 4096)):
-            assert blockwise_gemm._winner(spec.a, spec.b, CUDA, shape) == "triton"
+            assert measured.winner(spec.a, spec.b, CUDA, shape, spec.fast_accum) == "triton"
             config = blockwise_gemm._config(spec.a, spec.b, CUDA, shape)
             assert (config.rows, config.cols, config.persistent) == (128, 256, True)
 

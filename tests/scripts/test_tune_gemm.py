@@ -13,6 +13,7 @@ import torch
 import f8sub
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales, tuning
+from f8sub.kernels.gemm.measured import KERNELS
 from tests.kernels.interpreted import needs_triton
 
 
@@ -52,6 +53,61 @@ def test_what_it_writes_is_what_is_looked_up(tune, monkeypatch, tmp_path):
     assert found.config == dataclasses.asdict(candidate.config)
     assert tuning.of("Some GPU", *tune.PAIRS["256x256 x 256x256"]) == ()
     tuning.of.cache_clear()
+
+
+@needs_triton
+def test_whole_tensors_are_measured_with_their_accumulation_and_other_pairs_stay(tune, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    tuning.of.cache_clear()
+    (path := tuning.file_of("Some GPU")).write_text(
+        json.dumps({"products": [OLD, {**OLD, "fast_accum": False}]})
+    )
+    (gemm,) = tune.Dense(pairs=("tensor",), shapes=("8192x4096x1024",)).gemms()
+    kernels = gemm.candidates
+    assert [kernel.name for kernel in kernels] == ["scaled_mm", "by_row"]
+    figures = {
+        kernel.name: {"us": 1.0, "spread_us": 0.1, "tflops": 1000.04 + 99 * n}
+        for n, kernel in enumerate(kernels)
+    }
+    row = gemm.entry(figures, kernels)
+    path.write_text(json.dumps(tune.with_others({"gpu": "Some GPU", "products": [row]}, path)))
+    pair, shape = tune.WHOLE["tensor"][:2], (8192, 4096, 1024)
+    found = {fast: tuning.nearest("Some GPU", *pair, shape, fast) for fast in (True, False)}
+    assert found[True].rates == {"scaled_mm": 1000.0, "by_row": 1099.0}
+    assert found[True].winner == "by_row"
+    assert found[False].rates == OLD["rates"]
+    tuning.of.cache_clear()
+    every = tune.Dense().gemms()
+    assert {gemm.pair for gemm in every} == {*tune.PAIRS, *tune.WHOLE}
+    for name, (*pair, fast) in tune.WHOLE.items():
+        spec = getattr(f8sub.get_recipe("tensorwise"), "fprop" if name == "tensor" else "dgrad")
+        assert ([spec.a, spec.b], spec.fast_accum) == (pair, fast)
+
+
+@needs_triton
+def test_operands_of_whole_tensors_show_a_wrong_kernel(tune, monkeypatch):
+    """Of both accumulations: half of one scale is far from what a right product may lose."""
+    whole = tune.whole
+    monkeypatch.setattr(tune, "whole", lambda shape, pair, seed: whole((64, 96, 32), pair, seed, "cpu"))
+    for pair in tune.WHOLE:
+        kernel = tune.WholeKernel(pair, "scaled_mm")
+        assert kernel.check() < 1
+        monkeypatch.setitem(
+            tune.measured.KERNELS,
+            "by_row",
+            lambda a, b, dtype, fast: reference.gemm_nt(a, b, dtype, fast) * 0.5,
+        )
+        assert tune.WholeKernel(pair, "by_row").check() > 1
+
+
+OLD = {
+    "a": "e4m3[allxall]",
+    "b": "e4m3[allxall]",
+    "shape": (8192, 4096, 1024),
+    "rates": {"scaled_mm": 1300.0, "by_row": 1200.0},
+    "config": None,
+    "fast_accum": True,
+}
 
 
 class Candidate(NamedTuple):
@@ -127,6 +183,7 @@ def test_measurements_in_the_package_can_be_read():
         assert tuning.file_of(document["gpu"]) == path
         assert document["products"]
         for row in document["products"]:
-            measured = tuning.Measured(tuple(row["shape"]), row["rates"], row["config"])
-            assert measured.winner in ("scaled_mm", "triton")
+            measured = tuning.Measured.read(row)
+            assert measured.winner in KERNELS
+            assert (measured.fast_accum is None) == ("by_row" not in row["rates"])
             assert (row["config"] is None) == ("triton" not in row["rates"])

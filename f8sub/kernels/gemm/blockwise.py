@@ -1,9 +1,6 @@
 """Our own GEMM of operands with scales of blocks, for Hopper: squares of any edge, single rows, any dtypes.
 
 The tiles it takes were measured where ``table`` has the GPU; elsewhere ``default_config`` decides by shape.
-
-The backend "measured" takes, for each shape, the faster one of ``scaled_mm`` and this GEMM, as it was measured. It runs
-where this GPU was measured and this GEMM won at some shape; ``scripts/tune_gemm.py`` measures.
 """
 
 import functools
@@ -12,7 +9,7 @@ import importlib.util
 import torch
 
 from f8sub.formats import ALL, Float8Format, Operand
-from f8sub.kernels.gemm import scaled_mm, tuning
+from f8sub.kernels.gemm import tuning
 from f8sub.kernels.gemm.block_scales import BLOCK, whole_blocks
 from f8sub.kernels.gemm.tuning import Config
 from f8sub.kernels.triton import support
@@ -81,7 +78,8 @@ def default_config(shape: tuple[int, int, int], multiprocessors: int) -> Config:
 def _config(a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]) -> Config:
     found = None
     if device.type == "cuda":
-        found = tuning.nearest(torch.cuda.get_device_name(device), a, b, shape)
+        # Its sums are always of one block: nothing is measured apart for fast accumulation.
+        found = tuning.nearest(torch.cuda.get_device_name(device), a, b, shape, fast_accum=False)
     if found is None or found.config is None:
         return default_config(shape, multiprocessors(device))
     return Config(**found.config)
@@ -108,37 +106,3 @@ def why_not_device(device: torch.device) -> str | None:
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def why_not_measured(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
-    """Return why it cannot run, see ``select.Backend``."""
-    for name, reason in (
-        ("triton", why_not(a, b, device)),
-        ("scaled_mm", scaled_mm.why_not(a, b, device)),
-    ):
-        if reason is not None:
-            return f"has to have both others, and {name} {reason}"
-    gpu = torch.cuda.get_device_name(device)
-    found = tuning.of(gpu, a, b)
-    if not found:
-        return f"has no measurement of {a} by {b} on {gpu}; scripts/tune_gemm.py makes them"
-    # Then the name would promise a choice that there is none of.
-    if all(measured.winner == "scaled_mm" for measured in found):
-        return f"is not needed: scaled_mm was faster at every shape ({'; '.join(map(str, found))})"
-    return None
-
-
-def measured_gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
-    """Compute y [M, N] = a [M, K] @ b [N, K].t() by the backend that was faster at the nearest measured shape."""
-    shape = (*a.data.shape, b.data.shape[0])
-    if _winner(a.format, b.format, a.data.device, shape) == "triton":
-        return gemm_nt(a, b, out_dtype, fast_accum)
-    return scaled_mm.gemm_nt(a, b, out_dtype, fast_accum)
-
-
-@functools.lru_cache(maxsize=4096)
-def _winner(
-    a: Float8Format, b: Float8Format, device: torch.device, shape: tuple[int, int, int]
-) -> str | None:
-    found = tuning.nearest(torch.cuda.get_device_name(device), a, b, shape)
-    return None if found is None else found.winner

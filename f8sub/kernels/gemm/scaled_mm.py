@@ -134,15 +134,50 @@ def gemm_nt(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) ->
     if has_rows or (left.dtype is right.dtype and left.is_cpu and _onednn_loops()):
         if _in_blocks(format, b_format):
             return _gemm_nt_in_blocks(a, b, out_dtype)
-        # a's scales [M, 1] and b's [1, N]: _scaled_mm takes one per row of both, or one per tensor of both.
-        a_scale_inv = a_scale_inv.expand(left.shape[0], 1).contiguous()
-        b_scale_inv = b_scale_inv.expand(right.shape[0], 1).contiguous().t()
-    if left.is_cuda:
-        return _gemm_nt_cuda(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
+        return gemm_nt_by_row(a, b, out_dtype, fast_accum)
+    return _multiply(left, right, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
+
+
+def gemm_nt_by_row(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+    """Compute ``gemm_nt`` by the kernel that takes one scale per row of both, which one of a whole tensor is made to.
+
+    Of two tensors with one scale each it is another kernel than cuBLASLt's for those, faster at some shapes, and sums
+    in another order.
+    """
+    of_a, of_b = _scales_by_row(a, b, ALIGNMENT if a.data.is_cuda else 1)
+    return _multiply(a.data, b.data, of_a, of_b, out_dtype, fast_accum)
+
+
+def _scales_by_row(a: Operand, b: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a's scales [M, 1] and b's [1, N]; repeated ones of whole tensors for as many rows as are a multiple."""
+    of_a, of_b, rows, cols = a.scale_inv, b.scale_inv, a.data.shape[0], b.data.shape[0]
+    if of_a.numel() > 1 or of_b.numel() > 1:
+        return of_a.expand(rows, 1).contiguous(), of_b.expand(cols, 1).contiguous().t()
+    # Rows that fill up the operands are zeros, whatever their scale is; and the second vector begins at 16 bytes.
+    rows, cols = rows + -rows % multiple, cols + -cols % multiple
+    # Both at once: before a product each small kernel costs as much as the other.
+    of_a, of_b = torch.cat([of_a.expand(rows, 1), of_b.expand(cols, 1)]).split([rows, cols])
+    return of_a, of_b.t()
+
+
+def why_not_by_row(device: torch.device) -> str | None:
+    """Return why ``gemm_nt_by_row`` is not to stand for ``gemm_nt`` of whole tensors: it would round all to bf16."""
+    reason = _why_no_vector_scales(device)
+    return None if reason is None else f"needs cuBLASLt's scales by row, and that {reason}"
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    if a.is_cuda:
+        return _gemm_nt_cuda(a, b, a_scale_inv, b_scale_inv, out_dtype, fast_accum)
     # t(), not mT: compiled code saves the float8 codes behind the one and casts x anew in backward behind the other.
-    return aten_scaled_mm(
-        left, right.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum
-    )
+    return aten_scaled_mm(a, b.t(), a_scale_inv, b_scale_inv, out_dtype=out_dtype, use_fast_accum=fast_accum)
 
 
 def _gemm_nt_cuda(

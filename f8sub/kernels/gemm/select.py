@@ -4,19 +4,21 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.formats import MULTIPLE, Float8Format, Operand
 from f8sub.kernels import cuda, ops, reference
-from f8sub.kernels.gemm import blockwise, scaled_mm
+from f8sub.kernels.gemm import blockwise, measured, scaled_mm
 from f8sub.kernels.grouped import gemm as grouped_gemm
 from f8sub.kernels.grouped.gemm import GroupedBackend
 from f8sub.kernels.triton import support
-from f8sub.recipe import GemmSpec, Recipe
 from f8sub.torch_compat import autocast_dtype
+
+if TYPE_CHECKING:
+    from f8sub.recipe import GemmSpec, Recipe
 
 SCALED_MM = "scaled_mm"
 REFERENCE = "reference"
@@ -41,7 +43,7 @@ class Backend:
 
 
 GEMM = {
-    "measured": Backend(blockwise.why_not_measured, blockwise.measured_gemm_nt),
+    "measured": Backend(measured.why_not, measured.gemm_nt, is_traceable=measured.is_traceable),
     # On the CPU it multiplies float32 matrices.
     SCALED_MM: Backend(
         scaled_mm.why_not, scaled_mm.gemm_nt, lambda device: device.type == "cpu", scaled_mm.is_traceable
@@ -87,7 +89,7 @@ _ONE_NODE = {name: ops.gemm_as_one_node(name, one.gemm_nt) for name, one in GEMM
 
 
 def select_gemm(
-    spec: GemmSpec, device: torch.device, backend: str = "auto", grouped: bool = False
+    spec: "GemmSpec", device: torch.device, backend: str = "auto", grouped: bool = False
 ) -> str | None:
     """Return the name of the backend that runs ``spec`` on ``device``; None when the GEMM stays in high precision.
 
@@ -162,7 +164,7 @@ class Plan:
     made: ClassVar[dict[str, "Plan"]] = {}
     """By key."""
 
-    recipe: Recipe
+    recipe: "Recipe"
     fprop: str | None
     dgrad: str | None
     wgrad: str | None
@@ -205,7 +207,7 @@ class Plan:
     @classmethod
     @functools.cache
     def make(
-        cls, recipe: Recipe, device: torch.device, backend: str = "auto", grouped: bool = False
+        cls, recipe: "Recipe", device: torch.device, backend: str = "auto", grouped: bool = False
     ) -> "Plan":
         """Select the backends of the three GEMMs; equal questions get the same plan, so compiled code is shared.
 
@@ -225,7 +227,7 @@ class Plan:
         any_layout = not grouped and all(one.takes_any_layout(device) for one in found)
         return cls._of(recipe, *gemms, any_layout, device, backend, grouped)
 
-    def with_recipe(self, recipe: Recipe) -> "Plan":
+    def with_recipe(self, recipe: "Recipe") -> "Plan":
         """Return the plan of another recipe for the same products."""
         return Plan.make(recipe, self.device, self.backend, self.grouped)
 
@@ -247,7 +249,7 @@ class Plan:
         return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "key")
 
 
-def _asked_of_groups(recipe: Recipe, device: torch.device, backend: str) -> str:
+def _asked_of_groups(recipe: "Recipe", device: torch.device, backend: str) -> str:
     """The backend of groups that ``convert_to_float8``'s name of one is; Float8ConfigError where there is none."""
     asked = ASKED_AS.get(backend, backend) if device.type == "cuda" else backend
     if not grouped_gemm.is_one_by_one(recipe):

@@ -1,6 +1,6 @@
-"""Tiles of GEMMs, dense and grouped, and the measurements of those with scales of blocks.
+"""Tiles of GEMMs, dense and grouped, and the measurements of dense ones.
 
-It was measured which backend was faster, in which tiles, on which GPU. The measurements are files of
+It was measured which kernel was faster, in which tiles, on which GPU. The measurements are files of
 ``f8sub/kernels/gemm/gemm_tables``, one per GPU, written by ``scripts/tune_gemm.py``. A shape's class is the measured
 shape that is nearest, in doublings of its dimensions, of those with few rows or of those with many.
 
@@ -26,7 +26,7 @@ FEW_ROWS = 64
 """Up to as many rows of ``a`` a product is bound by the reading of ``b``."""
 
 MARGIN = 1.01
-"""How many times as fast as ``scaled_mm`` a kernel of ours has to be to be preferred; less is within the spread."""
+"""How many times as fast as ``scaled_mm`` another kernel has to be to be preferred; less is within the spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,33 @@ class Measured:
 
     Attributes:
         shape: (M, K, N).
-        rates: TFLOP/s by backend: ``scaled_mm``, where it takes the formats, and ``triton``, in the fastest tiles.
+        rates: TFLOP/s by the kernels of ``measured.KERNELS``: ``scaled_mm``, where it takes the formats; ``by_row``;
+            and ``triton``, in the fastest tiles.
         config: those tiles, the fields of ``Config``; None where no kernel of ours was right.
+        fast_accum: with which accumulation; None where all kernels ignore it.
     """
 
     shape: tuple[int, int, int]
     rates: Mapping[str, float]
     config: dict[str, Any] | None
+    fast_accum: bool | None = None
 
     @property
     def winner(self) -> str:
-        """The backend to take."""
-        ours, theirs = self.rates.get("triton", 0.0), self.rates.get("scaled_mm", 0.0)
-        return "triton" if ours > theirs * MARGIN else "scaled_mm"
+        """The kernel to take."""
+        theirs = self.rates.get("scaled_mm", 0.0)
+        others = {name: rate for name, rate in self.rates.items() if name != "scaled_mm"}
+        best = max(others, key=lambda name: others[name], default=None)
+        return "scaled_mm" if best is None or others[best] <= theirs * MARGIN else best
 
     def __str__(self) -> str:
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in self.rates.items())
         return f"{'x'.join(map(str, self.shape))}: {self.winner} ({rates} TFLOP/s)"
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> "Measured":
+        """Read a product of a table's file."""
+        return cls(tuple(row["shape"]), row["rates"], row["config"], row.get("fast_accum"))
 
 
 def file_of(gpu: str) -> Path:
@@ -107,17 +117,23 @@ def of(gpu: str, a: Float8Format, b: Float8Format) -> tuple[Measured, ...]:
         return ()
     pair = {"a": kind(a), "b": kind(b)}
     return tuple(
-        Measured(tuple(row["shape"]), row["rates"], row["config"])
+        Measured.read(row)
         for row in json.loads(path.read_text())["products"]
         if {"a": row["a"], "b": row["b"]} == pair
     )
 
 
-def nearest(gpu: str, a: Float8Format, b: Float8Format, shape: tuple[int, int, int]) -> Measured | None:
+def nearest(
+    gpu: str, a: Float8Format, b: Float8Format, shape: tuple[int, int, int], fast_accum: bool
+) -> Measured | None:
     """Return the measurement that stands for a shape (M, K, N); None where nothing was measured of such a class."""
     # Products of few rows are bound by reading b, others by the tensor cores: tiles of one are wrong for the other.
     few = shape[0] <= FEW_ROWS
-    candidates = [measured for measured in of(gpu, a, b) if (measured.shape[0] <= FEW_ROWS) is few]
+    candidates = [
+        measured
+        for measured in of(gpu, a, b)
+        if (measured.shape[0] <= FEW_ROWS) is few and measured.fast_accum in (None, fast_accum)
+    ]
     return min(candidates, key=lambda measured: distance(measured.shape, shape), default=None)
 
 

@@ -8,7 +8,7 @@ Triton's are for Hopper; torch's own run in high precision.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,10 @@ from f8sub.kernels.gemm.blockwise import multiprocessors, why_not_device
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows, default_grouped_config
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens
 from f8sub.kernels.triton import support
-from f8sub.recipe import Recipe
 from f8sub.torch_compat import EXPERTS, aten_scaled_grouped_mm, problems
+
+if TYPE_CHECKING:
+    from f8sub.recipe import Recipe
 
 TRITON_MULTIPLE = BLOCK
 """Groups that are summed over begin at multiples of so many rows."""
@@ -304,7 +306,7 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
 ONE_BY_ONE = "its formats pack codes or have a scale of the whole matrix, which groups of tokens have not"
 
 
-def is_one_by_one(recipe: Recipe) -> bool:
+def is_one_by_one(recipe: "Recipe") -> bool:
     """Return whether a recipe's experts are multiplied one after the other, see ``one_by_one``."""
     formats = [format for spec in (recipe.fprop, recipe.dgrad, recipe.wgrad) for format in (spec.a, spec.b)]
     return any(is_one_by_one_format(format) for format in formats if format is not None)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from f8sub.host_copy import HostCopy
+from f8sub.host_copy import HostCopy, sent_to
 
 _SPARE = 1 << 20
 """Bytes of pinned memory for what nobody announced."""
@@ -117,6 +118,57 @@ def host_copy(found: torch.Tensor) -> HostCopy:
 def is_capturing(tensor: torch.Tensor) -> bool:
     """Return whether what is done to ``tensor`` now is recorded in a CUDA graph, and done when that is replayed."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+Place = tuple[torch.device, int]
+"""A device and its current stream, on which a table is written before the first kernel that reads it."""
+
+_in_graphs: dict[int, torch.Tensor] = {}
+"""Tables that CUDA graphs read, by their addresses: kept for good, some kilobytes each."""
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where tables for kernels that write to ``tensor`` are to be."""
+    return tensor.device, torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def table_on(place: Place, numbers: tuple[Any, ...]) -> torch.Tensor:
+    """Return a table that kernels read, int64: the same tensor for the same numbers, so nobody may write to it."""
+    return sent_to(place[0], numbers)
+
+
+def programs_on(
+    place: Place, numbers: tuple[Any, ...], programs: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table of some things, and of each program the thing that it works on; int64 and int32.
+
+    Args:
+        place: where the tables are to be.
+        numbers: as ``table_on`` takes them.
+        programs: how many work on each thing.
+    """
+    things = torch.arange(len(programs), dtype=torch.int32, device="cpu")
+    of_program = things.repeat_interleave(torch.tensor(programs, dtype=torch.int64, device="cpu"))
+    return table_on(place, numbers), sent_to(place[0], of_program)
+
+
+def addresses_on(like: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Return addresses as a kernel reads them, int64; in a CUDA graph they are written from a kernel's arguments.
+
+    Gradients there have addresses that no step before had, and a copy from host memory would be replayed from there.
+    """
+    if not is_capturing(like):
+        return table_on(place_of(like), numbers)
+    table = torch.zeros(len(numbers), dtype=torch.int64, device=like.device)
+    torch._foreach_add_(list(table.unbind()), list(numbers))
+    return table
+
+
+def keep_for_replays(*tables: torch.Tensor) -> None:
+    """Keep tables alive that the graph reads which is captured now: a cache may drop them, and a replay reads on."""
+    if tables and is_capturing(tables[0]):
+        _in_graphs.update((each.data_ptr(), each) for each in tables)
 
 
 _reasons: list[str] = []

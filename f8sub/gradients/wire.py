@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from f8sub.capture import is_capturing
+from f8sub.capture import Place, addresses_on, keep_for_replays, place_of, programs_on
 from f8sub.errors import Float8ConfigError
-from f8sub.host_copy import sent_to
 from f8sub.kernels.triton import support
 
 if TYPE_CHECKING:
@@ -126,12 +125,6 @@ def _power_of_2(biased: torch.Tensor) -> torch.Tensor:
 PACKED, TILE, ADDED = 64, 16, 16
 """Blocks that a program casts, how many at a time, and that it adds; the fastest on an H100 (bench/gradients.py)."""
 
-_in_graphs: dict[int, torch.Tensor] = {}
-"""Tables that CUDA graphs read, by their addresses: kept for good, some kilobytes for each FSDP2 module."""
-
-Place = tuple[torch.device, int]
-"""A device and its current stream, on which a table is written before the first kernel that reads it."""
-
 
 def pack_launches(
     sources: "Sequence[GradientChunks]", layout: Layout, hosts: int, out: torch.Tensor
@@ -151,7 +144,7 @@ def pack_launches(
     for (dtype, aligned), numbers in kinds.items():
         chosen = tuple((layout.chunks[n], sources[n].stride, sources[n].length) for n in numbers)
         addresses = tuple(sources[n].data.data_ptr() for n in numbers)
-        arguments = {"sources_ptr": _addresses(addresses, out), "ELEMENT": quantize_launch.INPUTS[dtype]}
+        arguments = {"sources_ptr": addresses_on(out, addresses), "ELEMENT": quantize_launch.INPUTS[dtype]}
         arguments |= {"RANKS": out.shape[0], "HOSTS": hosts, "TILE": TILE}
         made.append(_launch(triton_kernels.pack_chunks, chosen, layout, out, aligned, arguments))
     return made
@@ -186,10 +179,8 @@ def _launch(
 
     packs = "sources_ptr" in arguments
     blocks, ranks, warps = (PACKED if aligned else TILE, out.shape[0], 4) if packs else (ADDED, 1, 2)
-    tables = table, of_program = _tables(chosen, blocks, ranks, _place_of(out))
-    if is_capturing(out):
-        # The cache may drop a table, and a replay reads it all the same.
-        _in_graphs.update((each.data_ptr(), each) for each in tables)
+    tables = table, of_program = _tables(chosen, blocks, ranks, place_of(out))
+    keep_for_replays(*tables)
     arguments |= {"chunks_ptr": table, "chunk_of_program_ptr": of_program, "out_ptr": out}
     arguments |= {"row_bytes": layout.row_bytes, "CODES": layout.codes, "ALIGNED": aligned}
     arguments |= {"BLOCKS": blocks, "BLOCK": BLOCK}
@@ -216,30 +207,7 @@ def _tables(
     for chunk, stride, length in chosen:
         rows.append((sum(counts), *chunk, stride, length))
         counts.append(ranks * -(-chunk.blocks // blocks))
-    numbers = torch.arange(len(rows), dtype=torch.int32, device="cpu")
-    of_program = numbers.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device="cpu"))
-    return _table(tuple(rows), place), sent_to(place[0], of_program)
-
-
-def _addresses(numbers: tuple[int, ...], out: torch.Tensor) -> torch.Tensor:
-    """Return addresses as a kernel reads them, int64; in a CUDA graph they are written from a kernel's arguments.
-
-    Its gradients have addresses that no step before had, and a copy from host memory would be replayed from there.
-    """
-    if not is_capturing(out):
-        return _table(numbers, _place_of(out))
-    table = torch.zeros(len(numbers), dtype=torch.int64, device=out.device)
-    torch._foreach_add_(list(table.unbind()), list(numbers))
-    return table
-
-
-@functools.lru_cache(maxsize=1024)
-def _table(numbers: tuple[Any, ...], place: Place) -> torch.Tensor:
-    return sent_to(place[0], numbers)
-
-
-def _place_of(out: torch.Tensor) -> Place:
-    return out.device, torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
+    return programs_on(place, tuple(rows), counts)
 
 
 class GradientChunks(NamedTuple):

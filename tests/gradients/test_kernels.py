@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from f8sub import capture
 from f8sub.gradients import wire
 from f8sub.gradients.wire import GradientChunks, Layout, chunk_size, layout_of
 from f8sub.kernels.triton import support
@@ -107,14 +108,14 @@ def launches_of_a_graph() -> None:
     layout = layout_of(tuple(chunk_size(g.shape, 2) for g in of))
     out = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
     launched = wire.pack_launches(sources(of, layout), layout, 1, out)
-    with mock.patch.object(wire, "is_capturing", return_value=True):
+    with mock.patch.object(capture, "is_capturing", return_value=True):
         moved = [g.clone() for g in of]
         captured = wire.pack_launches(sources(moved, layout), layout, 1, out)
     for a, b in zip(launched, captured, strict=True):
         assert a.arguments["sources_ptr"] is not b.arguments["sources_ptr"]
         for name in ("chunks_ptr", "chunk_of_program_ptr"):
             assert a.arguments[name] is b.arguments[name]
-            assert wire._in_graphs[a.arguments[name].data_ptr()] is a.arguments[name]
+            assert capture._in_graphs[a.arguments[name].data_ptr()] is a.arguments[name]
     found = [number for one in captured for number in one.arguments["sources_ptr"].tolist()]
     assert found == [g.data_ptr() for g in moved]
 

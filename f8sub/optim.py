@@ -3,18 +3,21 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from f8sub.convert.primary_weights import is_primary, reread_shards, take_master
 from f8sub.errors import Float8ConfigError
-from f8sub.weights.conversion import Conversion
+from f8sub.weights.fused_step import FusedStep
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import like_sharded
 from f8sub.weights.weight import exported, local_tensor, master_of
 
-__all__ = ["MasterWeights"]
+if TYPE_CHECKING:
+    from f8sub.weights.conversion import Conversion
+
+__all__ = ["MasterWeights", "fuse_step"]
 
 MASTER = "master"
 """Name of the master among the states of its parameter."""
@@ -230,6 +233,44 @@ class MasterWeights(torch.optim.Optimizer):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
 
 
+def fuse_step(optimizer: torch.optim.Optimizer) -> FusedStep:
+    """Have ``optimizer.step()`` clip, step, and take the amaxes of the new weights in one pass over their memory.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        fused = f8sub.optim.fuse_step(optimizer)
+        ...
+        norm = fused.clip_grad_norm_(1.0)
+        optimizer.step()
+        f8sub.precompute_scales(model)
+
+    Call it after ``fully_shard``. On NVIDIA's GPUs a Triton kernel then takes the steps, with the numbers of torch's
+    fused kernel. ``clip_grad_norm_`` of what is returned reads the gradients once, for their norm, where torch's reads
+    and writes them once more. ``precompute_scales`` takes the amaxes that the step found, and reads the weights only
+    where something wrote to them since, where their scales are of rows or blocks, or in a CUDA graph.
+
+    States and state dicts are torch's own. Whatever the kernel does not take is stepped by torch, as before:
+    ``FusedStep.why_torch`` says why. That are closures, ``amsgrad``, ``GradScaler``, other devices and, once, a hook
+    that was registered later.
+
+    Args:
+        optimizer: a ``torch.optim.AdamW`` with ``fused=True``, or ``MasterWeights`` of one.
+
+    Raises:
+        Float8ConfigError: another optimizer, or one that was given before.
+    """
+    stepped = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+    if not isinstance(stepped, torch.optim.AdamW):
+        raise Float8ConfigError(
+            f"fuse_step takes torch.optim.AdamW, or MasterWeights of one, got {type(stepped).__name__}"
+        )
+    if stepped in FusedStep.optimizers:
+        raise Float8ConfigError(
+            f"fuse_step was called for this {type(stepped).__name__} before; keep what it returned, or remove() that "
+            "before another one is made"
+        )
+    return FusedStep(stepped, optimizer)
+
+
 def _no_longer_primary(weight: str) -> Float8ConfigError:
     return Float8ConfigError(
         f"{weight} no longer is the float8 weight whose master MasterWeights steps: it was replaced by assignment, "
@@ -246,7 +287,7 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
     return local.plain if isinstance(local, MasterWeight) else local.detach()
 
 
-def conversions_of(weights: Iterable[torch.Tensor]) -> set[Conversion]:
+def conversions_of(weights: Iterable[torch.Tensor]) -> "set[Conversion]":
     """The conversions that the master weights among ``weights`` belong to."""
     masters = [master_of(local_tensor(weight)) for weight in weights]
     records = [master.record for master in masters if master is not None and master.record is not None]

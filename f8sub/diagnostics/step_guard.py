@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,11 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError, refuse_other_than_an_optimizer
 from f8sub.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
-from f8sub.weights.conversion import Conversion
 from f8sub.weights.non_finite import SkippedSteps
 from f8sub.weights.weight import local_tensor
+
+if TYPE_CHECKING:
+    from f8sub.weights.conversion import Conversion
 
 
 def skip_step_if_nonfinite(

@@ -1,19 +1,20 @@
 """AmaxTable: the amaxes of many weights side by side, for one all-reduce; their scales; and errors in them."""
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.capture import current_capture, host_copy
+from f8sub.capture import current_capture, host_copy, is_capturing
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.host_copy import constant
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
-from f8sub.weights.shard import Shard
+from f8sub.weights.shard import KnownAmax, Shard
 from f8sub.weights.weight import is_raw, written_raw
 
 if TYPE_CHECKING:
@@ -26,6 +27,22 @@ _SLOT = 4
 """A weight's part of the table begins at a multiple of 16 bytes: cuBLASLt reads no scale that lies elsewhere."""
 
 
+_MOST = 8
+"""Sets of known shards whose launches are kept; a training loop has two, none and all that its optimizer steps."""
+
+
+class _Ways(NamedTuple):
+    """How the amaxes of some shards are taken: by kernels, by one operator for all, or one by one.
+
+    ``places`` are where the shards lay when this was worked out; empty where no kernel runs.
+    """
+
+    places: list[Any]
+    launches: "list[Launch]"
+    tensorwise: list[Shard]
+    apart: list[Shard]
+
+
 class AmaxTable:
     """Flat float32 memory, the same on every rank, whose parts the shards and the unsharded weights look at.
 
@@ -36,9 +53,7 @@ class AmaxTable:
 
     def __init__(self, shards: Sequence[Shard], regions: "Mapping[Guest, Region]", device: str) -> None:
         self.shards, self.regions = shards, regions
-        self._look_for(shards)
-        self._places: list[Any] | None = None
-        self._launches: list[Launch] = []
+        self._ways: dict[frozenset[Shard], _Ways] = {}
         self.group_by_rule()
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
@@ -66,9 +81,11 @@ class AmaxTable:
         """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
         # Zero is neutral in the all-reduce(MAX): a rank adds nothing to tiles that it holds no part of.
         self.amax.zero_()
-        if self._by_kernels:
-            self._take_together()
-        if whole := [shard for shard in self._tensorwise if shard.master.numel()]:
+        ways = self._ways_of(self._take_known())
+        with support.device_of(self.amax) if ways.launches else contextlib.nullcontext():
+            for launch in ways.launches:
+                launch.run()
+        if whole := [shard for shard in ways.tensorwise if shard.master.numel()]:
             if raw := [shard for shard in whole if is_raw(shard.master)]:
                 raise written_raw(raw[0].fqn, raw[0].master.dtype)
             with no_torch_dispatch():
@@ -78,41 +95,59 @@ class AmaxTable:
             if len(whole) * _SLOT != len(self.amax) - 1:
                 where = constant(self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole])
             self.amax[where] = torch.stack(amaxes).float()
-        for shard in self._apart:
+        for shard in ways.apart:
             shard.write_amax()
         for shard in self.shards:
             shard.amax_of = shard.master.state  # from here on a write to the weight shows as stale
-        if self._tensorwise or self._apart:
+        if ways.tensorwise or ways.apart:
             # NCCL's and gloo's MAX may drop a NaN. Infinity survives it, and stands for both.
             # Kernels write infinity themselves.
             self.amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
-    def _take_together(self) -> None:
-        """Take the amaxes that kernels take of many shards at once; launches are cached while the shards stay put."""
-        masters = [shard.master for shard in self.shards]
+    def _take_known(self) -> frozenset[Shard]:
+        """Take the amaxes that the step found which wrote the shards; return the shards that are so still."""
+        # A replay would take those of the captured step, whatever was written since.
+        shards = [shard for shard in self.shards if shard.known is not None and not is_capturing(self.amax)]
+        found = {shard: known for shard in shards if (known := shard.amax_now) is not None}
+        of_tensors: dict[int, list[tuple[Shard, KnownAmax]]] = {}
+        for shard, known in found.items():
+            of_tensors.setdefault(id(known.amaxes), []).append((shard, known))
+        for some in of_tensors.values():
+            amaxes = some[0][1].amaxes
+            to = constant(self.amax.device, [int(shard.scales.amax.storage_offset()) for shard, _ in some])
+            self.amax[to] = amaxes[constant(amaxes.device, [known.entry for _, known in some])]
+        return frozenset(found)
+
+    def _ways_of(self, known: frozenset[Shard]) -> "_Ways":
+        """Return how the amaxes of all shards are taken but those that are known; kept while the shards stay put."""
+        takes = self._by_kernels
+        masters = [shard.master for shard in self.shards] if takes else []
         # Launches hold addresses: FSDP2 moves a shard when it pads it, and CPU offload or ``to`` when they move it.
         places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
-        if places != self._places:
-            matrices = {shard: shard.in_table for shard in self.shards if shard.master.numel()}
-            taken = {
-                shard: m for shard, m in matrices.items() if multi_tensor_launch.takes(m, self.amax.device)
-            }
-            self._launches = multi_tensor_launch.amaxes(list(taken.values()), self.amax)
-            # Those that no kernel takes are left to torch's operators.
-            self._look_for([shard for shard in matrices if shard not in taken])
-            self._places = places
+        ways = self._ways.get(known)
+        if ways is None or ways.places != places:
+            left = [shard for shard in self.shards if shard not in known]
+            launches: list[Launch] = []
+            if takes:
+                matrices = {shard: shard.in_table for shard in left if shard.master.numel()}
+                by_kernel = {
+                    shard: m
+                    for shard, m in matrices.items()
+                    if multi_tensor_launch.takes(m, self.amax.device)
+                }
+                launches = multi_tensor_launch.amaxes(list(by_kernel.values()), self.amax)
+                left = [shard for shard in matrices if shard not in by_kernel]
+            # What no kernel takes is left to torch's operators.
+            few = (s for s in left if s.master.numel() <= _FEW or not s.master.is_cpu)
+            tensorwise = [s for s in few if s.wire.table_tile.is_whole]
+            ways = _Ways(places, launches, tensorwise, [s for s in left if s not in tensorwise])
+            if len(self._ways) >= _MOST:
+                self._ways.clear()
+            self._ways[known] = ways
         if (capture := current_capture()) is not None:
             # A graph replays the addresses in these launches' tables: they live as long as the graph.
-            capture.keep(self._launches)
-        with support.device_of(self.amax):
-            for launch in self._launches:
-                launch.run()
-
-    def _look_for(self, shards: Sequence[Shard]) -> None:
-        """Choose for each of these shards which of torch's operators takes its amax."""
-        few = (s for s in shards if s.master.numel() <= _FEW or not s.master.is_cpu)
-        self._tensorwise = [s for s in few if s.wire.table_tile.is_whole]
-        self._apart = set(shards).difference(self._tensorwise)
+            capture.keep(ways.launches)
+        return ways
 
     def write_scales(self) -> None:
         """Compute the scales from the reduced amaxes, in place."""

@@ -75,7 +75,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             guest.before_step(optimizer, weights)
     # Before the step: a compiled or fused one writes to the weights without dispatch. With a closure the model still
     # runs before they change, so the mark comes after.
-    if not _has_closure(args, kwargs):
+    if not has_closure(args, kwargs):
         _mark_stale(stepped)
     if (capture := current_capture()) is not None:
         # Replays run no hooks: each one marks what the captured step writes to.
@@ -84,7 +84,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    late = Conversion.counts_steps or _has_closure(args, kwargs)
+    late = Conversion.counts_steps or has_closure(args, kwargs)
     hooks = optimizer._optimizer_step_post_hooks.values()
     # An optimizer's own hooks run before those of all optimizers.
     if late and not any(isinstance(hook, _PrecomputeHook) for hook in hooks):
@@ -95,7 +95,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Note that an optimizer's step, with these arguments, ended."""
     stepped = _stepped_by(optimizer)
-    if _has_closure(args, kwargs):
+    if has_closure(args, kwargs):
         _mark_stale(stepped)
     # An optimizer that steps others, as torchtitan's container does: their steps were entered.
     if Conversion.counts_steps and not hasattr(optimizer, "optimizers"):
@@ -104,7 +104,7 @@ def enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
                 guest.stepped(weights)
 
 
-def _has_closure(args: Any, kwargs: Any) -> bool:
+def has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether the model runs within the step, before the weights change, as in all steps of Lightning."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 

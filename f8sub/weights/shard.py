@@ -51,6 +51,14 @@ class TableScales(NamedTuple):
 W = TypeVar("W", bound=Weight)
 
 
+class KnownAmax(NamedTuple):
+    """The amax of a weight in one state, which the step that wrote the weight found: an entry of ``amaxes``."""
+
+    amaxes: torch.Tensor
+    entry: int
+    of: State
+
+
 class Shard:
     """One rank's shard of one weight, as the all-gather sees it.
 
@@ -60,6 +68,7 @@ class Shard:
         copies_scales: whether ``scales_written`` has any to copy.
         dtype: the weight is rounded to it before it is cast: FSDP2's ``param_dtype``, or the weight's own.
         amax_of: the state of ``master`` that its amax was taken from.
+        known: what ``fused_step`` found of the shard; of a later state of ``master`` it says nothing.
         kept: what ``pending`` returned last; not under CPU offload, which copies to a GPU for every gather.
         casts: those of the weights that it was gathered with last, if it was the first of them.
     """
@@ -85,6 +94,7 @@ class Shard:
         self._follows_dtype = dtype is None
         self._exchange = weakref.ref(exchange)
         self.amax_of: State | None = None
+        self.known: KnownAmax | None = None
         self.kept: PendingCodes | None = None
         self.casts: Casts | None = None
         self.sent_shape = layout.stacked(
@@ -125,6 +135,14 @@ class Shard:
     def stale(self) -> bool:
         """True if the shard changed since its amax was taken."""
         return self.amax_of != self.master.state or not self.master.owns_storage
+
+    @property
+    def amax_now(self) -> KnownAmax | None:
+        """``known``, if it is of the shard as it is."""
+        # In this order: ``owns_storage`` may find that others wrote to the weight, and count it as a change.
+        if (known := self.known) is None or not self.master.owns_storage or self.master.cell.replayed:
+            return None
+        return known if known.of == self.master.state else None
 
     @property
     def shows_changes(self) -> bool:

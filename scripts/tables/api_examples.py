@@ -498,6 +498,19 @@ def optim_MasterWeights():
     optimizer.step()
 
 
+def optim_fuse_step():
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    fused = f8sub.optim.fuse_step(optimizer)
+    for _ in range(2):
+        model(torch.randn(8, 64)).square().mean().backward()
+        norm = fused.clip_grad_norm_(1.0)
+        optimizer.step()
+        f8sub.precompute_scales(model)
+        optimizer.zero_grad()
+    print(norm, fused.why_torch)  # on a CPU torch's own kernels step
+
+
 def tensor_parallel_Float8ColwiseParallel():
     """ranks=2"""
     from torch.distributed.device_mesh import init_device_mesh

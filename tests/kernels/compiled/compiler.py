@@ -51,6 +51,8 @@ def compiled(launch: Launch, capability: int = CAPABILITY) -> Any:
             signature[parameter.name] = f"*{TYPES[value.dtype]}"
             # torch's allocations begin at multiples of 512 bytes, and views of them here at multiples of 16.
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float) and not parameter.is_constexpr:
+            signature[parameter.name] = "fp32"
         elif parameter.is_constexpr or value is None or (value == 1 and is_free):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value

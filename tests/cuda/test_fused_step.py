@@ -1,0 +1,116 @@
+"""fuse_step on a GPU: the bits of torch's fused AdamW; under FSDP2 and in a CUDA graph."""
+
+import pytest
+import torch
+from torch import nn
+
+import f8sub
+from f8sub.optim import fuse_step
+from f8sub.weights.fused_step import total_norm
+from tests.cuda.test_graph_step import (
+    STEPS,
+    Run,
+    adamw,
+    assert_alike,
+    batch_of,
+    function_of,
+    sharded_model,
+    two,
+)
+from tests.models import Stack, seed_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    """With parts that are no multiples of 16 elements, and more than one program's."""
+    return seed_weights(Stack(96, 304, 1600, 47)).to(dtype).cuda()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
+def test_the_bits_are_torchs(dtype, decay, tensor_lr):
+    models = network(dtype), network(dtype)
+    lr = torch.tensor(3e-3, device="cuda") if tensor_lr else 3e-3
+    optimizers = [adamw(model, lr=lr, weight_decay=decay) for model in models]
+    fused = fuse_step(optimizers[0])
+    for seed in range(5):
+        for model in models:
+            torch.manual_seed(seed)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+        # By one norm: f8sub's may have another last bit.
+        fused.clip_by(nn.utils.clip_grad_norm_(models[1].parameters(), 1.0), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert fused.why_torch is None
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+    for number, state in states[0].items():
+        for name, value in state.items():
+            assert torch.equal(value, states[1][number][name])
+
+
+def test_the_norm():
+    gradients = [torch.randn(size, device="cuda") for size in ((4096, 4096), (1000003,), (7,))]
+    right = sum(gradient.double().square().sum() for gradient in gradients).sqrt()
+    found = total_norm(gradients)
+    assert abs(found.double() - right) <= 2.0**-22 * right
+
+
+def clipped_run(rank: int, world: int, launched: bool) -> tuple[Run, str | None]:
+    model = sharded_model(rank, world, "tensorwise", "eager")
+    optimizer = adamw(model)
+    fused = fuse_step(optimizer)
+    usual = function_of(model, clip=False)
+
+    def forward_backward(*batch: torch.Tensor) -> torch.Tensor:
+        loss = usual(*batch)
+        fused.clip_grad_norm_(1.0)
+        return loss
+
+    run = Run(model, launched, rank, optimizer=optimizer, function=forward_backward).go()
+    run.step.close()
+    return run, fused.why_torch
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two)])
+def test_in_a_graph(ranks, world):
+    """Steps of replays are those of launched ones, bitwise."""
+    ranks(world, replays_are_launched_steps, gpus=True, timeout=240)
+
+
+def replays_are_launched_steps(rank: int, world: int) -> None:
+    (launched, why), (replayed, _) = (clipped_run(rank, world, launched) for launched in (True, False))
+    assert why is None
+    assert_alike(replayed, launched)
+
+
+def test_amaxes_of_sharded_weights(ranks):
+    ranks(1, amaxes_are_of_the_weights, gpus=True, timeout=240)
+
+
+def amaxes_are_of_the_weights(rank: int, world: int) -> None:
+    """Without a read of the weights; one that is written to afterwards is read."""
+    model = sharded_model(rank, world, "tensorwise", "eager")
+    optimizer = adamw(model)
+    fused = fuse_step(optimizer)
+    forward_backward = function_of(model, clip=False)
+    for step in range(STEPS // 2):
+        forward_backward(*(each.cuda() for each in batch_of(step)))
+        fused.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert fused.why_torch is None
+        layers = [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
+        if step == 3:
+            with torch.no_grad():
+                layers[0].weight.mul_(3.0)
+        known = [layer.converted.record_of(layer, "weight").shard.amax_now for layer in layers]
+        assert [amax is None for amax in known] == [step == 3 and layer is layers[0] for layer in layers]
+        f8sub.precompute_scales(model)
+        for layer in layers:
+            amax = layer.converted.record_of(layer, "weight").shard.scales.amax
+            assert amax.item() == layer.weight.full_tensor().abs().max().item()
+        optimizer.zero_grad()

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from f8sub.convert.checks import is_converted
 from f8sub.delayed.state import ScalingState, learn_scales
 from f8sub.diagnostics.monitor import Monitor
-from f8sub.diagnostics.statistics import Statistics
 from f8sub.diagnostics.writers import jsonl
 from f8sub.errors import Float8ConfigError
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
@@ -32,6 +31,9 @@ from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import register_precompute_hook
 from f8sub.weights.weight import local_tensor
+
+if TYPE_CHECKING:
+    from f8sub.diagnostics.statistics import Statistics
 
 _MODULES = ("torchtitan.distributed.cudagraph", "torchtitan.distributed.cuda_graph")
 """Of 0.3, and after."""
@@ -241,7 +243,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __call__(self, step: int, rows: Sequence[Statistics]) -> None:
+    def __call__(self, step: int, rows: "Sequence[Statistics]") -> None:
         # A monitor counts from 0.
         jsonl(self.path)(step + 1, [row._replace(step=step + 1) for row in rows])
 

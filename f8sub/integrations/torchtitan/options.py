@@ -13,6 +13,7 @@ from f8sub.convert.filters import kind_of, layer_keep_x, layer_recipes
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.experts.seams import EXPERTS
+from f8sub.integrations.torchtitan.fused_steps import FUSED, fuse_at_first_step
 from f8sub.integrations.torchtitan.hooks import (
     FILE,
     KEEP,
@@ -59,6 +60,8 @@ class Options:
             step; None for wherever the weights are gathered as float8.
         reduce_gradients_in_float8: gradients are e4m3 on the wire, added in float32; see
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
+        fuse_optimizer_step: AdamW, clipping and the amaxes of the new weights are one pass; see
+            ``f8sub.optim.fuse_step``. Take ``fused`` for the optimizer's ``implementation``, torchtitan's default.
         keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves
             a byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
         checkpoint_policy: what blocks save that activation checkpointing wrapped, one of those of
@@ -82,6 +85,7 @@ class Options:
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     reduce_gradients_in_float8: bool = False
+    fuse_optimizer_step: bool = False
     keep_swiglu_input: str = "high_precision"
     checkpoint_policy: str = ""
     emulate: bool = False
@@ -227,6 +231,9 @@ def convert(
     setattr(model, PRECOMPUTE, options.precompute)
     if options.precompute:
         attach_at_first_step()
+    if options.fuse_optimizer_step:
+        setattr(model, FUSED, True)
+        fuse_at_first_step()
     if options.monitor_every:
         setattr(model, WANTED, (options.monitor_every, options.monitor_file or f"outputs/{FILE}"))
         monitor_from_first_forward(model)

@@ -312,6 +312,19 @@ def test_losses_with_reductions_in_float8(train, mesh):
 
 
 @long
+@pytest.mark.parametrize("mesh", [mesh(name) for name in ("fsdp2", "fsdp2-tp2", "pp2")])
+def test_steps_in_one_pass_change_no_loss(train, mesh):
+    """Of a CPU, where torch's own kernels take them: clipping by torchtitan's norm reaches them all the same."""
+    world, options = MESHES[mesh]
+    clipped = f"training.max_norm=0.01 {options}"
+    config = "f8sub" if runs.installed() == "0.2" else 'f8sub:{"fuse_optimizer_step":true}'
+    more = " --f8sub.fuse_optimizer_step" if runs.installed() == "0.2" else ""
+    usual = train(world, f"f8sub {clipped}")
+    assert train(world, f"{config}{more} {clipped}") == usual
+    assert last(usual) != last(train(world, f"f8sub {options}"))
+
+
+@long
 @of_0_3
 def test_one_rank_reduces_nothing(train):
     assert train(1, GRADIENTS) == train(1, "f8sub")

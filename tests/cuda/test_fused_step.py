@@ -17,7 +17,7 @@ from tests.cuda.test_graph_step import (
     sharded_model,
     two,
 )
-from tests.models import Stack, seed_weights
+from tests.models import Stack, float8_layers, seed_weights, shard_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -103,14 +103,14 @@ def amaxes_are_of_the_weights(rank: int, world: int) -> None:
         fused.clip_grad_norm_(1.0)
         optimizer.step()
         assert fused.why_torch is None
-        layers = [module for module in model.modules() if isinstance(module, f8sub.Float8Linear)]
+        layers = float8_layers(model)
         if step == 3:
             with torch.no_grad():
                 layers[0].weight.mul_(3.0)
-        known = [layer.converted.record_of(layer, "weight").shard.amax_now for layer in layers]
+        known = [shard_of(layer).amax_now for layer in layers]
         assert [amax is None for amax in known] == [step == 3 and layer is layers[0] for layer in layers]
         f8sub.precompute_scales(model)
         for layer in layers:
-            amax = layer.converted.record_of(layer, "weight").shard.scales.amax
+            amax = shard_of(layer).scales.amax
             assert amax.item() == layer.weight.full_tensor().abs().max().item()
         optimizer.zero_grad()

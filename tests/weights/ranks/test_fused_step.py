@@ -15,7 +15,7 @@ import f8sub
 from tests.data_sets import generator
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
-from tests.models import Stack, seed_weights
+from tests.models import Stack, seed_weights, shard_of
 from tests.selection import long_but
 
 
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, fused=No
 def scales_of(model: nn.Module) -> list[torch.Tensor]:
     """Amaxes and scales of each table, reduced."""
     found = []
-    for exchange in model.layers[0].converted.exchanges.values():
+    for exchange in model.layers[0]._f8sub.conversion.exchanges.values():
         exchange.settle()
         found += [exchange.table.amax.clone(), exchange.table._scale.clone()]
     return found
@@ -64,7 +64,7 @@ def scales_of(model: nn.Module) -> list[torch.Tensor]:
 def check_amaxes(model: nn.Module) -> None:
     """Of weights with one scale: the largest magnitude on any rank."""
     for layer in model.layers:
-        shard = layer.converted.record_of(layer, "weight").shard
+        shard = shard_of(layer)
         shard.exchange.settle()
         if shard.wire.table_tile.is_whole:
             assert shard.scales.amax.item() == layer.weight.full_tensor().abs().max().item()

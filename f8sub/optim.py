@@ -265,8 +265,8 @@ def fuse_step(optimizer: torch.optim.Optimizer) -> FusedStep:
         )
     if stepped in FusedStep.optimizers:
         raise Float8ConfigError(
-            f"fuse_step was called for this {type(stepped).__name__} before; keep what it returned, or remove() that "
-            "before another one is made"
+            f"fuse_step was called for this {type(stepped).__name__} before; keep what it returned, or call remove() "
+            "on that first"
         )
     return FusedStep(stepped, optimizer)
 

@@ -40,7 +40,7 @@ def _fuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if others or len(stepped) > len(parts):
         raise Float8ConfigError(
             "fuse_optimizer_step is for AdamW that steps after backward, one for each part of the model, and "
-            f"torchtitan made {len(stepped)} of {', '.join(sorted(others)) or 'AdamW'}; leave it out"
+            f"torchtitan created {len(stepped)} of {', '.join(sorted(others)) or 'AdamW'}; leave it out"
         )
     steps = [fuse_step(each) for each in stepped]
     module: Any = importlib.import_module(_TRAINERS_CLIPPING)

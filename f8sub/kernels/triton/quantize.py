@@ -177,18 +177,17 @@ def cast_with_lines(
             of_group = one * N + j
             scale = scale_from_amax(tl.load(col_amax_ptr + of_group, mask=j < N, other=0.0), CAST)
             tl.store(col_scale_inv_ptr + of_group, inverse(scale, CAST.POWER_OF_2), mask=j < N)
-    line, stop = _lines_of(strips_ptr, STRIPS, at.row, ROWS, EDGE)
-    if strips_ptr is not None:
         if is_past(strips_ptr, STRIPS, at.row, EDGE):
             store_zero_columns(col_ptr, at, TILE)
             return
-    # (ROWS / 2, COLS) each; scales are (ROWS / 2, 1) for rows, (1, COLS) for columns
-    even, odd = _load_lines(x_ptr, at, line, stop, TILE, "evict_first")
+    # even and odd: (ROWS / 2, COLS) each; scales are (ROWS / 2, 1) for rows, (1, COLS) for columns
+    if strips_ptr is None:
+        i, end = at.row + 2 * tl.arange(0, ROWS // 2), M
+        even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
+    else:
+        i, end = lines_of(strips_ptr, STRIPS, at.row, 2, ROWS, EDGE)
+        even, odd = load_halves_of_lines(x_ptr, i, end, at.col, at.N, TILE, "evict_first")
     if row_ptr is not None:
-        if strips_ptr is None:
-            i, end = at.row + 2 * tl.arange(0, ROWS // 2), M
-        else:
-            i, end = line, stop
         even_scale = scale_from_amax(tl.load(row_amax_ptr + i, mask=i < end, other=0.0), CAST)
         odd_scale = scale_from_amax(tl.load(row_amax_ptr + i + 1, mask=i + 1 < end, other=0.0), CAST)
         if strips_ptr is None:
@@ -307,11 +306,14 @@ def quantize_crossing_vectors(
     largest = tl.zeros((HALF, EDGE), tl.float32)
     for part in range(EDGE // TILE.ROWS):
         at = moved(square, part * TILE.ROWS, 0)
-        line, stop = _lines_of(strips_ptr, STRIPS, at.row, TILE.ROWS, EDGE)
-        even, odd = _load_lines(x_ptr, at, line, stop, TILE, "evict_last")
+        if strips_ptr is None:
+            even, odd = load_finite_halves(x_ptr, at, TILE, "evict_last")
+        else:
+            line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+            even, odd = load_halves_of_lines(x_ptr, line, stop, at.col, at.N, TILE, "evict_last")
         largest = tl.maximum(largest, larger_magnitude(even, odd))
         if row_ptr is not None:
-            if line is None:
+            if strips_ptr is None:
                 _store_vectors(row_ptr, row_scale_inv_ptr, even, odd, at, CAST, TILE)
             else:
                 scales = row_scale_inv_ptr + (square.col // EDGE).to(tl.int64) * LINES
@@ -320,30 +322,15 @@ def quantize_crossing_vectors(
     scale = scale_from_amax(tl.max(largest, 0), CAST)
     for part in range(EDGE // TILE.ROWS):
         at = moved(square, part * TILE.ROWS, 0)
-        line, stop = _lines_of(strips_ptr, STRIPS, at.row, TILE.ROWS, EDGE)
-        even, odd = _load_lines(x_ptr, at, line, stop, TILE, "evict_first")
+        if strips_ptr is None:
+            even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
+        else:
+            line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
+            even, odd = load_halves_of_lines(x_ptr, line, stop, at.col, at.N, TILE, "evict_first")
         store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
     j = square.col + tl.arange(0, EDGE)
     scales = col_scale_inv_ptr + (square.row // EDGE).to(tl.int64) * N + j
     tl.store(scales, inverse(scale, CAST.POWER_OF_2), mask=j < N)
-
-
-@triton.jit
-def _lines_of(strips_ptr, STRIPS, row, ROWS: tl.constexpr, EDGE: tl.constexpr):
-    """Return the even ones of ROWS rows of x laid out from ``row`` on, and where their group ends; None of a matrix."""
-    if strips_ptr is None:
-        return None, None
-    else:
-        return lines_of(strips_ptr, STRIPS, row, 2, ROWS, EDGE)
-
-
-@triton.jit
-def _load_lines(x_ptr, at, line, stop, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Load even and odd rows of a tile, of a matrix or of ``line``, float32, each (ROWS / 2, COLS)."""
-    if line is None:
-        return load_finite_halves(x_ptr, at, TILE, KEEP)
-    else:
-        return load_halves_of_lines(x_ptr, line, stop, at.col, at.N, TILE, KEEP)
 
 
 @triton.jit

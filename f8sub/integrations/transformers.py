@@ -1,15 +1,26 @@
-"""Float8Callback: scales after each step of the Trainer of transformers. attend_causally: no mask, and no wait."""
+"""Float8 for transformers.
 
+Float8Callback converts the model of a Trainer and computes scales after each step. Float8TrainingConfig has
+``from_pretrained`` return a converted model. attend_causally spares a decoder the mask, and a wait for the GPU.
+"""
+
+import copy
+import json
+import warnings
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel, TrainerCallback
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
+import f8sub
 from f8sub.errors import Float8ConfigError, shown
-from f8sub.weights.precompute_scales import precompute_scales, register_precompute_hook
+from f8sub.integrations.one_line import convert_once
 
-__all__ = ["Float8Callback", "attend_causally"]
+__all__ = ["Float8Callback", "Float8TrainingConfig", "attend_causally"]
 
 _NAME = "sdpa_without_mask"
 """Of an attention that transformers makes no mask for, because none is registered for it."""
@@ -46,27 +57,115 @@ def attend_causally(model: PreTrainedModel) -> None:
 
 
 class Float8Callback(TrainerCallback):
-    """Computes the scales of a converted model once the Trainer sharded and loaded it, and after each optimizer step.
+    """Converts the model of a Trainer, reports it, and computes scales after each optimizer step.
 
-        model = f8sub.convert_to_float8(model)
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Float8Callback()])
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Float8Callback("tensorwise")])
 
-    A training that fails or is repeated leaves one hook. Where the model was not converted, ``train()`` raises
-    Float8ConfigError.
+    The model is converted when the Trainer is constructed, before it is sharded, and the main process prints the
+    summary of ``conversion_report``. A model that was converted before stays as it is. The first scales are computed
+    when training begins, from weights that are sharded and loaded by then. A training that fails or is repeated leaves
+    one hook.
+
+    Args:
+        recipe: as ``convert_to_float8`` takes it; None for its default.
+        options: other keywords of ``convert_to_float8``.
+
+    Raises:
+        Float8ConfigError: what ``convert_to_float8`` raises; in ``train()``, a model that was not converted, because
+            the callback was added after the Trainer was constructed, or because ``model_init`` constructs another
+            model: convert it there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Any = None, **options: Any) -> None:
+        self._recipe, self._options = recipe, options
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Convert the model, which the Trainer shards later, and print what is in float8."""
+        report = convert_once(given["model"], self._recipe, self._options)
+        if state.is_world_process_zero:
+            print(report)  # noqa: T201  (as the callbacks of transformers print)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Compute the scales, and register the hook on this training's optimizer."""
         # A training that failed did not come to its end.
         self.on_train_end(args, state, control)
-        precompute_scales(given["model"])
-        self._hook = register_precompute_hook(given["optimizer"], given["model"])
+        f8sub.precompute_scales(given["model"])
+        self._hook = f8sub.register_precompute_hook(given["optimizer"], given["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+_METHOD = "f8sub"
+"""The ``quant_method`` under which transformers finds config and quantizer."""
+
+
+class Float8TrainingConfig(QuantizationConfigMixin):
+    """A ``quantization_config`` with which ``from_pretrained`` returns a model that trains in float8.
+
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Float8TrainingConfig("tensorwise"))
+
+    The checkpoint is loaded as it is without, and the model is then converted: its weights are master weights in high
+    precision. All the rest is as with a model that ``convert_to_float8`` returned: the Trainer trains it without
+    adapters, and ``save_pretrained`` writes plain weights and no ``quantization_config``, which loads without f8sub.
+    ``Float8Callback()`` computes its scales in a Trainer. A checkpoint that is quantized already is an error of
+    transformers; ``f8sub.load_float8`` reads those in float8.
+
+    Args:
+        recipe: as ``convert_to_float8`` takes it; None for its default.
+        options: other keywords of ``convert_to_float8``.
+
+    Raises:
+        Float8ConfigError: in ``from_pretrained``, before weights are read, what ``convert_to_float8`` raises.
+    """
+
+    def __init__(self, recipe: Any = None, **options: Any) -> None:
+        self.quant_method = _METHOD  # type: ignore[assignment]  (registered, and so no member of transformers' enum)
+        self.recipe = recipe
+        self.options = options
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Return the config of a dict as YAML files of trainers hold it: ``quant_method``, recipe and options."""
+        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        return super().from_dict(given, return_unused_kwargs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``from_dict`` takes; what JSON cannot hold, such as a filter function, as text."""
+        plain = {"quant_method": _METHOD, "recipe": self.recipe, **self.options}
+        return dict(json.loads(json.dumps(plain, default=str)))
+
+
+class Float8TrainingQuantizer(HfQuantizer):
+    """Converts what ``from_pretrained`` loads; transformers finds it by ``Float8TrainingConfig.quant_method``."""
+
+    quantization_config: Float8TrainingConfig
+    is_trainable = True
+    is_qat_trainable = True
+    is_compileable = True
+
+    def is_serializable(self) -> bool:
+        """Return True: a converted model has plain weights."""
+        return True
+
+    def preprocess_model(self, model: Any, dtype: torch.dtype | None = None, **given: Any) -> None:
+        """Convert a copy of the model on meta: what is wrong with the options is raised before weights are read."""
+        with warnings.catch_warnings(action="ignore"):
+            self._convert(copy.deepcopy(model))
+
+    def postprocess_model(self, model: Any, **given: Any) -> Any:
+        """Convert the loaded model, and leave nothing on it by which it would count as quantized."""
+        del model.hf_quantizer, model.config.quantization_config
+        self._convert(model)
+        return model
+
+    def _convert(self, model: torch.nn.Module) -> None:
+        f8sub.convert_to_float8(model, self.quantization_config.recipe, **self.quantization_config.options)
+
+
+register_quantization_config(_METHOD)(Float8TrainingConfig)
+register_quantizer(_METHOD)(Float8TrainingQuantizer)

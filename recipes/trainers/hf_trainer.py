@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from f8sub_example import BLOCK, Tokens, build_model
 from transformers import Trainer, TrainingArguments
 
@@ -40,16 +39,14 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
 
 
 def build_trainer(options: TrainingArguments) -> Trainer:
-    """A Trainer of a converted model."""
-    model: torch.nn.Module = f8sub.convert_to_float8(build_model(), recipe="tensorwise")
-    return Trainer(model=model, args=options, train_dataset=Tokens(), callbacks=[Float8Callback()])
+    """A Trainer in float8; the callback converts the model, and reports it."""
+    callback = Float8Callback("tensorwise")
+    return Trainer(model=build_model(), args=options, train_dataset=Tokens(), callbacks=[callback])
 
 
 def main() -> None:
     """Train, saving on the way."""
     trainer = build_trainer(arguments("runs/hf_trainer"))
-    if trainer.is_world_process_zero():
-        print(f8sub.conversion_report(trainer.model))
     with f8sub.prefer_cudnn_attention():  # where it is the fastest; in the bf16 run, too
         trainer.train()
 

@@ -487,8 +487,24 @@ def integrations_transformers_Float8Callback():
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
     )
-    model = f8sub.convert_to_float8(LlamaForCausalLM(config))
-    trainer = Trainer(model=model, args=TrainingArguments(report_to="none"), callbacks=[Float8Callback()])
+    arguments = TrainingArguments(report_to="none")
+    trainer = Trainer(
+        model=LlamaForCausalLM(config), args=arguments, callbacks=[Float8Callback("tensorwise")]
+    )
+
+
+def integrations_transformers_Float8TrainingConfig():
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from f8sub.integrations.transformers import Float8TrainingConfig
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained("llama")
+    model = AutoModelForCausalLM.from_pretrained(
+        "llama", quantization_config=Float8TrainingConfig("tensorwise")
+    )
 
 
 def optim_MasterWeights():

@@ -1,0 +1,3 @@
+"""The recipes are importable, as they are in tests/recipes."""
+
+import tests.recipes.conftest  # noqa: F401

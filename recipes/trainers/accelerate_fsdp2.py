@@ -15,6 +15,7 @@ from f8sub_example import BLOCK, Tokens, build_model
 from torch.utils.data import DataLoader
 
 import f8sub
+from f8sub.integrations.accelerate import prepare
 
 
 def fsdp_plugin(**options: Any) -> FullyShardedDataParallelPlugin:
@@ -34,20 +35,19 @@ def fsdp_plugin(**options: Any) -> FullyShardedDataParallelPlugin:
 
 
 class AccelerateLoop:
-    """A model, converted and then prepared, its optimizer, and the loop over both."""
+    """A model, converted and prepared, its optimizer, and the loop over both."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        model = f8sub.convert_to_float8(build_model(), recipe="tensorwise")  # before prepare
+        model = build_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         data = DataLoader(Tokens(), batch_size=8)
-        self.model, self.optimizer, data = accelerator.prepare(model, optimizer, data)
-        f8sub.register_precompute_hook(self.optimizer, self.model)  # after every step
+        # In place of accelerator.prepare.
+        self.model, self.optimizer, data = prepare(accelerator, model, optimizer, data, recipe="tensorwise")
         self.batches = iter(data)
 
     def train(self, batches: int) -> list[float]:
         """The losses of the next batches; ``gradient_accumulation_steps`` of them make one step."""
-        f8sub.precompute_scales(self.model)  # once, and after load_state
         losses = []
         for _ in range(batches):
             batch = next(self.batches)
@@ -68,7 +68,6 @@ def main() -> None:
         mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=fsdp_plugin()
     )
     loop = AccelerateLoop(accelerator)
-    accelerator.print(f8sub.conversion_report(loop.model))
     with f8sub.prefer_cudnn_attention():  # where it is the fastest; in the bf16 run, too
         losses = loop.train(50)
     accelerator.save_state("runs/accelerate_fsdp2")

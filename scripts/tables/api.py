@@ -47,7 +47,10 @@ SECTIONS = {
 }
 """Title -> names of f8sub, in order."""
 
-MODULES = ("f8sub.optim", "f8sub.tensor_parallel", "f8sub.integrations.transformers", "f8sub.titan")
+MODULES = (
+    *("f8sub.optim", "f8sub.tensor_parallel", "f8sub.integrations.accelerate"),
+    *("f8sub.integrations.transformers", "f8sub.titan"),
+)
 """Each has a section of all its public names, below those of f8sub."""
 
 INTRODUCTION = f"""\

@@ -468,6 +468,17 @@ def Float8Warning():
         f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 64)))  # nothing to warn of
 
 
+def integrations_accelerate_prepare():
+    from accelerate import Accelerator
+
+    from f8sub.integrations.accelerate import prepare
+
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = prepare(accelerator, model, optimizer, recipe="tensorwise")
+
+
 def integrations_transformers_attend_causally():
     from transformers import LlamaConfig, LlamaForCausalLM
 

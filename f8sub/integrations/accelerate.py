@@ -6,7 +6,6 @@ import torch
 from accelerate import Accelerator
 
 import f8sub
-from f8sub.errors import Float8ConfigError
 from f8sub.integrations.one_line import convert_once
 
 __all__ = ["prepare"]
@@ -32,11 +31,11 @@ def prepare(accelerator: Accelerator, *objects: Any, recipe: Any = None, **optio
         What ``accelerator.prepare`` returns: the same objects, prepared, in the same order.
 
     Raises:
-        Float8ConfigError: ``mixed_precision="fp8"``, another number of models or optimizers than one, or what
-            ``convert_to_float8`` raises.
+        Float8ConfigError: ``mixed_precision="fp8"``, another number of models or optimizers than one, a model that was
+            converted with another recipe, or what ``convert_to_float8`` raises.
     """
     if accelerator.mixed_precision == "fp8":
-        raise Float8ConfigError(
+        raise f8sub.Float8ConfigError(
             'mixed_precision="fp8" has accelerate convert the model by another library; leave it at "bf16", or call '
             "f8sub.integrations.torchao.take_over() before to have f8sub convert it"
         )
@@ -45,7 +44,7 @@ def prepare(accelerator: Accelerator, *objects: Any, recipe: Any = None, **optio
         for kind in (torch.nn.Module, torch.optim.Optimizer)
     )
     if len(models) != 1 or len(optimizers) != 1:
-        raise Float8ConfigError(
+        raise f8sub.Float8ConfigError(
             f"f8sub.integrations.accelerate.prepare takes one model and one optimizer, got {len(models)} and "
             f"{len(optimizers)}; for more, call convert_to_float8 before accelerator.prepare and "
             "register_precompute_hook after it"

@@ -13,14 +13,23 @@ def convert_once(model: torch.nn.Module, recipe: Any, options: Mapping[str, Any]
     """Convert a model, in place, and return one line on what is in float8.
 
     Args:
-        model: not sharded yet. One that was converted before stays as it is where neither recipe nor options are given.
-        recipe: as ``convert_to_float8`` takes it; None for its default.
+        model: not sharded yet, or converted before: then it stays as it is, sharded or not.
+        recipe: as ``convert_to_float8`` takes it; None for its default, or for the one that the model has.
         options: other keywords of ``convert_to_float8``.
 
     Raises:
-        Float8ConfigError: what ``convert_to_float8`` raises.
+        Float8ConfigError: the model was converted with another recipe, or what ``convert_to_float8`` raises.
     """
-    # A recipe or an option that is given goes to ``convert_to_float8``, which refuses to change a converted layer.
-    if recipe is not None or options or not any(map(is_converted, model.modules())):
+    used = {module.plan.recipe for module in model.modules() if is_converted(module)}
+    if not used:
         f8sub.convert_to_float8(model, recipe, **options)
+    elif recipe is not None:
+        asked = [
+            f8sub.get_recipe(each) for each in (recipe.values() if isinstance(recipe, Mapping) else [recipe])
+        ]
+        if other := sorted(each.name for each in used.difference(asked)):
+            raise f8sub.Float8ConfigError(
+                f"the model is already converted with recipe {', '.join(other)}, asked for "
+                f"{', '.join(each.name for each in asked)}: leave one of the two conversions out"
+            )
     return f"f8sub: {f8sub.conversion_report(model).summary}"

@@ -14,24 +14,24 @@ import lightning
 import torch
 from f8sub_example import Tokens, build_model
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 import f8sub
+from f8sub.integrations.lightning import Float8Callback
 
 
-class Float8Module(lightning.LightningModule):
-    """A model that is converted and then sharded where Lightning asks for that."""
+class Module(lightning.LightningModule):
+    """A model that the callback converts and that is then sharded where Lightning asks for that."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model: Any = None
+        self.model: Any = build_model()
 
     def configure_model(self) -> None:
-        """Convert, then shard; Lightning calls this more than once."""
-        if self.model is not None:
+        """Shard; Lightning calls this more than once."""
+        if isinstance(self.model, FSDPModule):
             return
-        self.model = f8sub.convert_to_float8(build_model(), recipe="tensorwise")
         mesh = self.device_mesh["data_parallel"]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.model.layers:
@@ -39,14 +39,8 @@ class Float8Module(lightning.LightningModule):
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, with fresh scales after every step."""
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
-        f8sub.register_precompute_hook(optimizer, self.model)
-        return optimizer
-
-    def on_train_start(self) -> None:
-        """The first scales: here the weights are sharded, and loaded where training resumes."""
-        f8sub.precompute_scales(self.model)
+        """The optimizer."""
+        return torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a batch."""
@@ -65,6 +59,7 @@ def build_trainer(folder: str, **options: Any) -> lightning.Trainer:
         "strategy": ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
         "max_steps": 50,
         "gradient_clip_val": 1.0,
+        "callbacks": [Float8Callback("tensorwise")],
     }
     return lightning.Trainer(**{**chosen, **options})
 
@@ -72,7 +67,7 @@ def build_trainer(folder: str, **options: Any) -> lightning.Trainer:
 def main() -> None:
     """Train; Lightning saves at the end."""
     with f8sub.prefer_cudnn_attention():  # where it is the fastest; in the bf16 run, too
-        build_trainer("runs/lightning_fsdp2").fit(Float8Module(), DataLoader(Tokens(), batch_size=8))
+        build_trainer("runs/lightning_fsdp2").fit(Module(), DataLoader(Tokens(), batch_size=8))
 
 
 if __name__ == "__main__":

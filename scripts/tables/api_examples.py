@@ -479,6 +479,14 @@ def integrations_accelerate_prepare():
     model, optimizer = prepare(accelerator, model, optimizer, recipe="tensorwise")
 
 
+def integrations_lightning_Float8Callback():
+    import lightning
+
+    from f8sub.integrations.lightning import Float8Callback
+
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, callbacks=[Float8Callback("tensorwise")])
+
+
 def integrations_transformers_attend_causally():
     from transformers import LlamaConfig, LlamaForCausalLM
 

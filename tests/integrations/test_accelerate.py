@@ -59,7 +59,9 @@ def test_a_model_that_was_converted_stays_as_it_is():
     f8sub.convert_to_float8(model, "rowwise")
     prepare(Accelerator(cpu=True), model, optimizer)
     assert model[0].plan.recipe.name == "rowwise"
-    with pytest.raises(f8sub.Float8ConfigError, match="already converted with recipe 'rowwise'"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="already converted with recipe rowwise, asked for tensorwise"
+    ):
         prepare(Accelerator(cpu=True), model, optimizer, recipe="tensorwise")
 
 

@@ -58,7 +58,9 @@ def test_it_converts_as_by_hand_and_reports_it(tmp_path, capsys):
 def test_options_are_those_of_the_conversion(tmp_path):
     with pytest.raises(f8sub.Float8ConfigError, match="found nothing to convert: 0 of 1"):
         trainer(Net(), tmp_path, Float8Callback(skip="up"))
-    with pytest.raises(f8sub.Float8ConfigError, match="already converted with recipe 'rowwise'"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="already converted with recipe rowwise, asked for tensorwise"
+    ):
         trainer(f8sub.convert_to_float8(Net(), "rowwise"), tmp_path, Float8Callback("tensorwise"))
 
 

@@ -49,7 +49,8 @@ SECTIONS = {
 
 MODULES = (
     *("f8sub.optim", "f8sub.tensor_parallel", "f8sub.integrations.accelerate"),
-    *("f8sub.integrations.lightning", "f8sub.integrations.transformers", "f8sub.titan"),
+    *("f8sub.integrations.lightning", "f8sub.integrations.torchao", "f8sub.integrations.transformers"),
+    "f8sub.titan",
 )
 """Each has a section of all its public names, below those of f8sub."""
 

@@ -487,6 +487,26 @@ def integrations_lightning_Float8Callback():
     trainer = lightning.Trainer(accelerator="cpu", logger=False, callbacks=[Float8Callback("tensorwise")])
 
 
+def integrations_torchao_take_over():
+    from torchao import float8
+
+    from f8sub.integrations.torchao import take_over
+
+    taken = take_over()  # prints what it replaced
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise")
+    model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), config=config)
+    assert isinstance(model[0], f8sub.Float8Linear)
+    taken.give_back()
+
+
+def integrations_torchao_TakenOver():
+    from f8sub.integrations.torchao import TakenOver, take_over
+
+    with take_over() as taken:
+        assert isinstance(taken, TakenOver)
+        assert "torchao.float8.convert_to_float8_training" in taken.places
+
+
 def integrations_transformers_attend_causally():
     from transformers import LlamaConfig, LlamaForCausalLM
 

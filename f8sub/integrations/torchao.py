@@ -84,8 +84,8 @@ def _refuse_padding(model: torch.nn.Module, chosen: Callable[[torch.nn.Module, s
         if module.in_features % _FILLED_UP_TO or module.out_features % _FILLED_UP_TO:
             raise f8sub.Float8ConfigError(
                 f"{fqn}: Float8LinearConfig(pad_inner_dim=True) fills up {module.in_features} -> "
-                f"{module.out_features} to multiples of {_FILLED_UP_TO}, and f8sub does not; leave the layer out by the "
-                "filter function, or leave pad_inner_dim at False to have it stay in high precision"
+                f"{module.out_features} to multiples of {_FILLED_UP_TO}, and f8sub does not; leave the layer out by "
+                "the filter function, or leave pad_inner_dim at False to have it stay in high precision"
             )
 
 

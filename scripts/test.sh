@@ -6,7 +6,7 @@
 #   ./scripts/test.sh --quick          # does f8sub work on this machine? 1 minute
 #   ./scripts/test.sh tests/weights -k x  # one pytest process with these arguments
 #
-# VENV and CONSTRAINTS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
+# VENV, CONSTRAINTS and EXTRAS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
 #
 # Without arguments for pytest, two pytest processes run side by side and take about as long: "ranks" runs the tests that
 # fork ranks or start training jobs, and those of docs/, "one" all others. The first stand in folders named ranks, in
@@ -35,7 +35,7 @@ has_units = torch.cuda.is_available() and torch.cuda.get_device_capability() >= 
 units = "It has float8 units." if has_units else "It has no float8 units, so float8 is emulated and slower than bf16."
 print(f"f8sub works on this machine. {units}")'
 fi
-./scripts/setup_env.sh train,torchao,torchtitan,trainers,docs,release,dev
+./scripts/setup_env.sh "${EXTRAS:-train,torchao,torchtitan,trainers,docs,release,dev}"
 if [ ${#arguments[@]} -gt 0 ]; then
     exec $python -m pytest -q "${selection[@]}" "${arguments[@]}"
 fi

@@ -13,13 +13,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Row, a file of constraints and what takes the place of its lines, and what is run: the default suite, and the long
-# tests of these files; where there is no suite, all of their tests.
+# tests of these files; where there is no suite, all of their tests. Then f8sub's extras, if they are others than those
+# of test.sh: TRL wants a newer datasets than torchtitan takes.
 of_0_2="tests/integrations/torchtitan/test_training.py tests/integrations/torchtitan/test_job_config.py tests/scripts/test_titan.py"
 rows="
 torchtitan0.2 | constraints.txt        | torchtitan==0.2.2                             |       | $of_0_2
 torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/linear/test_policies.py tests/linear/test_casts.py tests/convert/test_swiglu_input.py tests/convert/ranks
 torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/integrations/torchtitan
 torch2.15     | constraints-newest.txt |                                               | suite |
+trl           | constraints.txt        | trl==1.16.0 datasets==5.2.0                   |       | tests/recipes/test_trl.py | train,trainers,trl,dev
 newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |
 "
 
@@ -38,6 +40,8 @@ run() {  # row, arguments of pytest
     row=$(row_of "$name")
     shift
     base=$(field 2 "$row") versions=$(field 3 "$row") suite=$(field 4 "$row") long=$(field 5 "$row")
+    EXTRAS=$(field 6 "$row")
+    export EXTRAS
     python=$(command -v python3.11 || command -v python3)
     for package in $versions; do
         case $package in *==*) pins+="$package " ;; *) pins+="$(latest "$package") " ;; esac

@@ -1,0 +1,71 @@
+"""TRL in float8: supervised fine-tuning as by hand, and GRPO whose engine has the weights of the training."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from f8sub_example import build_model
+
+import f8sub
+
+if importlib.util.find_spec("trl") is None:
+    pytest.skip(
+        "TRL and torchtitan want other datasets: scripts/test_versions.sh trl", allow_module_level=True
+    )
+
+import trl_sft_grpo
+from rl_weight_sync import Engine, digest
+
+STEPS = 3
+ON_CPU = {"use_cpu": True, "bf16": False}
+
+
+def test_fine_tuning_has_the_losses_of_a_plain_loop(tmp_path, monkeypatch):
+    options = {"lr_scheduler_type": "constant", **ON_CPU}
+    trainer = trl_sft_grpo.build_sft(str(tmp_path), STEPS, **options)
+    batches: list[dict[str, Any]] = []
+    losses = []
+
+    def record(model: Any, args: Any, batch: dict[str, Any], output: Any) -> None:
+        batches.append(batch)
+        losses.append(output.loss.item())
+
+    trainer.model.register_forward_hook(record, with_kwargs=True)
+    trainer.train()
+    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == losses
+    # Converted by hand. TRL's trainers give a model a forward of their own, with a fused output head.
+    by_hand = f8sub.convert_to_float8(build_model(), "tensorwise")
+    monkeypatch.setattr(trl_sft_grpo, "build_model", lambda: by_hand)
+    model = trl_sft_grpo.build_sft(str(tmp_path), STEPS, **options).model.train()
+    assert model is by_hand
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=trainer.args.learning_rate, weight_decay=0.0, fused=True
+    )
+    expected = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        f8sub.precompute_scales(model)
+        expected.append(loss.item())
+    assert losses == expected
+    assert len({*losses}) == STEPS
+
+
+def test_the_engine_of_grpo_has_the_weights_that_training_multiplies(tmp_path):
+    engine = Engine()
+    trainer = trl_sft_grpo.build_grpo(str(tmp_path), STEPS, engine, **ON_CPU)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    assert len([entry for entry in trainer.state.log_history if "reward" in entry]) == STEPS
+    multiplied = {}
+    for fqn, layer in trainer.model.named_modules():
+        if isinstance(layer, f8sub.Float8Linear):
+            assert not torch.equal(layer.weight, before[f"{fqn}.weight"])
+            codes = f8sub.quantize(layer.weight, "rowwise", "w", columnwise=False).rowwise
+            multiplied[fqn] = digest(codes.data.float() * codes.scale_inv)
+    assert len(multiplied) == 14
+    assert engine.digests() == multiplied

@@ -6,6 +6,7 @@ optimizer.step()
 f8sub.precompute_scales(model)              # after every step
 """
 
+import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -111,12 +112,18 @@ __all__ = [
 def __dir__() -> list[str]:
     """Return the public names; the folders that hold them are not public."""
     return sorted(
-        [*__all__, *(name for name in globals() if name.startswith("__")), "optim", "tensor_parallel"]
+        [
+            *__all__,
+            *(name for name in globals() if name.startswith("__")),
+            *("integrations", "optim", "tensor_parallel"),
+        ]
     )
 
 
 if not _TYPE_CHECKING:  # a type checker would take every name for one that there is
 
     def __getattr__(name: str) -> _Any:
-        """Raise the error of an attribute that there is not."""
+        """Return ``f8sub.integrations``, which a model may never need; raise the error of any other name."""
+        if name == "integrations":
+            return _importlib.import_module("f8sub.integrations")
         raise _no_attribute(name, __dir__())

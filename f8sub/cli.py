@@ -17,7 +17,14 @@ from f8sub.checkpoint.layouts import LAYOUTS
 from f8sub.checkpoint.offline import export_checkpoint
 from f8sub.checkpoint.reader import CONFIG
 from f8sub.diagnostics.doctor import doctor, page
-from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8ShapeError, Float8Warning, unknown
+from f8sub.errors import (
+    Float8ConfigError,
+    Float8NumericsError,
+    Float8ShapeError,
+    Float8Warning,
+    nearest,
+    unknown,
+)
 from f8sub.estimator.cluster import FLOAT32, REDUCTIONS
 from f8sub.estimator.estimate import KINDS, estimate, estimate_step
 from f8sub.estimator.gpus import GPUS, gpu_of
@@ -78,6 +85,18 @@ def ended(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace], Any
     """Add ``--json``, the last option of each command, and what runs the command."""
     made.add_argument("--json", action="store_true", help=f"print {printed} as JSON")
     made.set_defaults(run=run)
+
+
+def refuse_others(command: argparse.ArgumentParser, others: Sequence[str]) -> None:
+    """End the program, as argparse does, over arguments that a command lacks; the nearest options are named.
+
+    Args:
+        command: the parser of that command.
+        others: what it left over.
+    """
+    known = [flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
+    near = ", ".join(nearest(others[0].partition("=")[0], known))
+    command.error(f"unknown argument {others[0]!r}{f' (nearest: {near})' if near else ''}")
 
 
 def add_doctor(commands: Any) -> None:
@@ -301,7 +320,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
-    arguments = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = next((index for index, word in enumerate(words) if not word.startswith("-")), None)
+    if at is not None:
+        try:
+            words[at] = one_of("command", words[at], commands.choices)
+        except Float8ConfigError as error:
+            parser.error(str(error))
+    arguments, others = parser.parse_known_args(words)
+    if others and at is not None:
+        refuse_others(commands.choices[words[at]], others)
     try:
         text, status = arguments.run(arguments)
     # Any other error is a bug, and shows where it came from.

@@ -55,6 +55,20 @@ def unknown(what: str, name: object, known: Iterable[str], also: str = "") -> Fl
     return Float8ConfigError(f"unknown {what} {name!r}{told}; choose one of {', '.join(names)}{also}")
 
 
+def no_attribute(module: str, name: str, known: Iterable[str], meant: str | None = None) -> AttributeError:
+    """Return the error for an attribute that a module lacks.
+
+    Args:
+        module: its name.
+        name: that was asked for.
+        known: the module's own names.
+        meant: what stands for a name of another library; None for the nearest names.
+    """
+    near = ", ".join(nearest(name, known))
+    told = f"; there is {meant}" if meant else f" (nearest: {near})" if near else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{told}", name=name)
+
+
 def shown(value: object) -> str:
     """A plain value itself; of any other its class, and the package that this is of."""
     if isinstance(value, str | int | float | bool | type(None)):

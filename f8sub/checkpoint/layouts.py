@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.convert.filters import kinds
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8Warning, unknown
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 
 FP8, COMPRESSED = LAYOUTS = ("fp8", "compressed-tensors")
@@ -110,7 +110,7 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
         Float8ConfigError: it does not, or there is no such layout.
     """
     if layout not in LAYOUTS:
-        raise Float8ConfigError(f"layout is one of 'auto', {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        raise unknown("layout", layout, ["auto", *LAYOUTS])
     reasons: dict[str, list[str]] = {}
     for fqn, weight in weights.items():
         if (reason := why_not(layout, *weight)) is not None:

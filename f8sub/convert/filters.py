@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from f8sub.convert.class_swap import extensions
 from f8sub.convert.defaults import default_reasons, too_small
-from f8sub.errors import Float8ConfigError, Float8Warning, shown
+from f8sub.errors import Float8ConfigError, Float8Warning, shown, unknown
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO, KEEP_X
@@ -127,7 +127,7 @@ def layer_keep_x(keep_x: str | Mapping[str, str]) -> LayerChoices[str]:
 
     def read(chosen: Any) -> str:
         if chosen not in KEEP_X:
-            raise Float8ConfigError(f"keep_x={chosen!r} is none of {', '.join(map(repr, KEEP_X))}")
+            raise unknown("keep_x", chosen, KEEP_X)
         return str(chosen)
 
     return LayerChoices("keep_x", keep_x, read, AUTO)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from f8sub import errors
 from f8sub.convert.checks import SKIP_REASON, Chosen, is_converted
 from f8sub.convert.filters import kind_of, name_of
 from f8sub.convert.other_weights import other_weights
@@ -69,11 +70,9 @@ def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
         name: that was asked for.
         known: f8sub's own.
     """
-    near = ", ".join(nearest(name, known))
-    meant = NAMES.get(name)
     # Another library's name has a counterpart here; a misspelt one of f8sub's has near names.
-    told = f"; there is {meant}" if meant else f" (nearest: {near})" if near else ""
-    return AttributeError(f"module 'f8sub' has no attribute {name!r}{told}", name=name)
+    meant = NAMES.get(name)
+    return errors.no_attribute("f8sub", name, known, meant)
 
 
 def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> None:

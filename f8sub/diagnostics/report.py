@@ -487,7 +487,7 @@ def conversion_report(
         saved_inputs: names of layers whose x is saved by what makes it.
 
     Raises:
-        Float8ConfigError: the forward of ``batch`` fails.
+        Float8ConfigError: the forward of ``batch`` fails, or ``model`` is no module.
     """
     refuse_other_than_a_module("conversion_report", model)
     counted = count_of_made_up(model) if batch is None else count(model, batch)

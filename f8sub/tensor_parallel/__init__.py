@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from f8sub.errors import no_attribute
+
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ else:
     def __getattr__(name: str) -> Any:
         # torch's styles, which these are, take half a second to import.
         if name not in __all__:
-            raise AttributeError(name)
+            raise no_attribute(__name__, name, __all__)
         from f8sub.tensor_parallel import styles
 
         return getattr(styles, name)

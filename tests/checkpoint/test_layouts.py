@@ -107,7 +107,7 @@ def test_blocks_of_deepseek_v3s_projection_are_written_where_the_layout_is_asked
     [
         ("nvfp4", "compressed-tensors", "a static scale of the inputs"),
         ("rowwise", "fp8", "it holds squares of 128"),
-        ("rowwise", "gguf", "layout is one of 'auto', 'fp8', 'compressed-tensors', got 'gguf'"),
+        ("rowwise", "gguf", "unknown layout 'gguf'; choose one of auto, fp8, compressed-tensors"),
     ],
 )
 def test_what_engines_cannot_read_is_refused(recipe, layout, reason):

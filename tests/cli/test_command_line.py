@@ -65,8 +65,30 @@ def test_a_name_that_there_is_not_is_told_in_two_lines(arguments, told, capsys):
     assert error.startswith(f"f8sub {arguments[0]}: error: argument {told}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["estmate", "m"],
+            "f8sub: error: unknown command 'estmate' (nearest: estimate); choose one of doctor, ",
+        ),
+        (
+            ["estimate", "m", "--gpu-per-host", "4"],
+            "unknown argument '--gpu-per-host' (nearest: --gpus-per-host",
+        ),
+        (["inspect", "m", "--jsn"], "f8sub inspect: error: unknown argument '--jsn' (nearest: --json"),
+        (["doctor", "zebra"], "f8sub doctor: error: unknown argument 'zebra'\n"),
+    ],
+)
+def test_the_nearest_command_or_option_is_told(arguments, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 def test_names_may_have_any_case(capsys):
-    assert main(["inspect", "LLAMA3-8b", "--gpu", "h200", "--recipe", "RowWise", "--checkpoint", "None"]) == 0
+    assert main(["INSPECT", "LLAMA3-8b", "--gpu", "h200", "--recipe", "RowWise", "--checkpoint", "None"]) == 0
     shown = capsys.readouterr().out
     assert main(["inspect", "llama3-8b", "--gpu", "H200", "--recipe", "rowwise", "--checkpoint", "none"]) == 0
     assert capsys.readouterr().out == shown

@@ -64,6 +64,16 @@ UNKNOWN = {
         lambda: f8sub.convert_to_float8(mlp(), backend="tritn"),
         r"unknown backend 'tritn' \(nearest: triton\)",
     ),
+    "keep_x": (
+        lambda: f8sub.convert_to_float8(mlp(), keep_x={"*": "flaot8"}),
+        r"unknown keep_x 'flaot8' \(nearest: float8\)",
+    ),
+    "layout": (
+        lambda: f8sub.float8_state_dict(
+            f8sub.convert_to_float8(mlp()), "compresed-tensors", dtype=torch.bfloat16
+        ),
+        r"unknown layout 'compresed-tensors' \(nearest: compressed-tensors\)",
+    ),
     "policy": (lambda: f8sub.checkpoint_policy("gemm"), r"unknown keep 'gemm' \(nearest: gemms\)"),
     "keyword": (lambda: f8sub.convert_to_float8(mlp(), Skip=()), "no option 'Skip', got .*: use skip"),
     "alias": (
@@ -85,6 +95,7 @@ CALLS = {
     "an export": lambda model: f8sub.float8_state_dict(model, dtype=torch.bfloat16),
     "load_float8": lambda model: f8sub.load_float8(model, "folder"),
     "Monitor": f8sub.Monitor,
+    "conversion_report": f8sub.conversion_report,
     "sensitivity": lambda model: f8sub.sensitivity(model, torch.sum),
 }
 
@@ -201,3 +212,28 @@ def test_dir_has_what_is_public():
     assert names == sorted(names)
     assert {*f8sub.__all__, "optim", "tensor_parallel", "__version__", "__doc__"} <= {*names}
     assert not {"host_copy", "torch_compat", "errors", "formats", "features"} & {*names}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "near"),
+    [
+        (f8sub, "converttofloat8", "convert_to_float8"),
+        (f8sub.tensor_parallel, "Float8ColwiseParalel", "Float8ColwiseParallel"),
+        (f8sub.integrations, "transfomers", "transformers"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_misspelt_attribute_is_told_with_the_nearest(module, name, near):
+    told = rf"module '{module.__name__}' has no attribute '{name}' \(nearest: {near}"
+    with pytest.raises(AttributeError, match=told):
+        getattr(module, name)
+
+
+def test_integrations_are_imported_when_they_are_named():
+    code = """
+import sys, f8sub
+print("f8sub.integrations" in sys.modules, "accelerate" in sys.modules)
+print(f8sub.integrations.accelerate.prepare.__name__, "accelerate" in sys.modules, "lightning" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False", "prepare", "True", "False"]

@@ -15,7 +15,16 @@ PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().replace("`", 
 LEAST_WORDS, MOST_WORDS = 3, 5
 WARNERS = {"warnings.warn", "_warn"}
 MAKERS = {
-    *("_difference", "_left_out", "_make", "_no_longer_primary", "bad_weights", "jit_error", "unknown"),
+    *(
+        "_difference",
+        "_left_out",
+        "_make",
+        "_no_longer_primary",
+        "bad_weights",
+        "jit_error",
+        "no_attribute",
+        "unknown",
+    ),
     *("reference_warning", "why_nothing"),
 }
 """Functions that make the text of a message; what they return, or give to a call in that, begins it."""

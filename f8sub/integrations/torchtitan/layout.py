@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, no_attribute
 
 __all__ = ["LAYOUTS", "Layout", "attribute", "installed", "names", "register"]
 
@@ -133,7 +133,7 @@ def attribute(name: str) -> Any:
         Float8ConfigError: it has none for this one, or what it needs of torchtitan is not where it was.
     """
     if name not in NAMES:
-        raise AttributeError(f"module 'f8sub.titan' has no attribute {name!r}")
+        raise no_attribute("f8sub.titan", name, NAMES)
     layout = installed()
     if name not in layout.homes:
         others = " and ".join(other.name for other in LAYOUTS if name in other.homes)

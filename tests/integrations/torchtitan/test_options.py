@@ -100,7 +100,7 @@ MISTAKES = [
     ({"recipe_options": [2]}, r"recipe_options=\[2\] is no mapping"),
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"margin": 2}}, r"'margin': 2; .*\['delayed'\]"),
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"nvfp4": {}}}, r"'nvfp4': \{\}; .*\['delayed'\]"),
-    ({"keep_x": "float16"}, r"keep_x='float16' is none of 'auto'"),
+    ({"keep_x": "float16"}, r"unknown keep_x 'float16' \(nearest: float8\); choose one of auto"),
     ({"keep_swiglu_input": "fp8"}, r"unknown keep_swiglu_input 'fp8'; choose one of high_precision, float8"),
     ({"checkpoint_policy": "all"}, r"unknown keep 'all'; choose one of bf16, gemms"),
 ]

@@ -24,12 +24,12 @@ __all__ = ["TakenOver", "take_over"]
 _FLAGS = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate", "force_recompute_fp8_weight_in_bwd")
 """Fields that are no part of a recipe. The last has no effect in torchao."""
 
-_GEMMS = {
-    "fprop": ("input", "weight", "output"),
-    "dgrad": ("grad_output", "weight_for_grad_input", "grad_input"),
-    "wgrad": ("grad_output_for_grad_weight", "input_for_grad_weight", "grad_weight"),
-}
-"""Of each GEMM the casts of its operands a and b, and its own name, in torchao's words."""
+_GEMMS = (
+    ("input", "weight", "output"),
+    ("grad_output", "weight_for_grad_input", "grad_input"),
+    ("grad_output_for_grad_weight", "input_for_grad_weight", "grad_weight"),
+)
+"""Of fprop, dgrad and wgrad the casts of operands a and b, and torchao's name for the GEMM."""
 
 _FILLED_UP_TO = 16
 """What torchao pads both dimensions to a multiple of. Source: ``torchao.float8.float8_utils.pad_tensor_for_matmul``."""
@@ -43,8 +43,8 @@ def _recipe(config: Float8LinearConfig) -> f8sub.Recipe:
     Raises:
         Float8ConfigError: a field that f8sub does not know, or formats that no recipe of f8sub has.
     """
-    known = {*_FLAGS, _RULED, *(f"cast_config_{cast}" for *casts, _ in _GEMMS.values() for cast in casts)}
-    known.update(f"gemm_config_{gemm}" for *_, gemm in _GEMMS.values())
+    known = {*_FLAGS, _RULED, *(f"cast_config_{cast}" for *casts, _ in _GEMMS for cast in casts)}
+    known.update(f"gemm_config_{gemm}" for *_, gemm in _GEMMS)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in known and value != field.default:
@@ -57,15 +57,15 @@ def _recipe(config: Float8LinearConfig) -> f8sub.Recipe:
         if plain == Float8LinearConfig.from_recipe_name(name):
             return f8sub.get_recipe(name.value)
     rule = f8sub.ScaleRule.POWER_OF_2 if getattr(config, _RULED) else f8sub.ScaleRule.FLOAT
-    gemms = {
-        ours: f8sub.GemmSpec(
+    fprop, dgrad, wgrad = (
+        f8sub.GemmSpec(
             a=_format(getattr(config, f"cast_config_{a}"), rule),
             b=_format(getattr(config, f"cast_config_{b}"), rule),
             fast_accum=getattr(config, f"gemm_config_{theirs}").use_fast_accum,
         )
-        for ours, (a, b, theirs) in _GEMMS.items()
-    }
-    return f8sub.Recipe(name="a config of torchao", **gemms)
+        for a, b, theirs in _GEMMS
+    )
+    return f8sub.Recipe(name="a config of torchao", fprop=fprop, dgrad=dgrad, wgrad=wgrad)
 
 
 def _format(cast: CastConfig, rule: f8sub.ScaleRule) -> f8sub.Float8Format | None:

@@ -124,7 +124,7 @@ class Float8TrainingConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, recipe: Any = None, **options: Any) -> None:
-        self.quant_method = _METHOD  # type: ignore[assignment]  (registered, and so no member of transformers' enum)
+        self.quant_method = _METHOD  # type: ignore[assignment]  # registered, not in the enum
         self.recipe = recipe
         self.options = options
 

@@ -20,7 +20,8 @@ def convert_once(model: torch.nn.Module, recipe: Any, options: Mapping[str, Any]
     Raises:
         Float8ConfigError: the model was converted with another recipe, or what ``convert_to_float8`` raises.
     """
-    used = {module.plan.recipe for module in model.modules() if is_converted(module)}
+    module: Any
+    used = {module._f8sub.plan.recipe for module in model.modules() if is_converted(module)}
     if not used:
         f8sub.convert_to_float8(model, recipe, **options)
     elif recipe is not None:

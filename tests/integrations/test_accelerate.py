@@ -58,7 +58,7 @@ def test_a_model_that_was_converted_stays_as_it_is():
     model, optimizer = build()
     f8sub.convert_to_float8(model, "rowwise")
     prepare(Accelerator(cpu=True), model, optimizer)
-    assert model[0].plan.recipe.name == "rowwise"
+    assert model[0]._f8sub.plan.recipe.name == "rowwise"
     with pytest.raises(
         f8sub.Float8ConfigError, match="already converted with recipe rowwise, asked for tensorwise"
     ):

@@ -72,7 +72,7 @@ def test_a_config_means_what_it_means_in_torchao(taken, name):
 
 
 def recipe_of(config: Float8LinearConfig) -> f8sub.Recipe:
-    return linear(config, torchao.float8.convert_to_float8_training)[0].plan.recipe
+    return linear(config, torchao.float8.convert_to_float8_training)[0]._f8sub.plan.recipe
 
 
 def test_recipes_of_one_name_are_one(taken):
@@ -93,9 +93,9 @@ def test_flags_are_honoured(taken):
         model, module_filter_fn=lambda module, fqn: fqn == "1", config=config
     )
     assert type(model[0]) is nn.Linear
-    assert model[1].float8_all_gather
+    assert model[1]._f8sub.float8_all_gather
     torchao.float8.convert_to_float8_training(model[0])
-    assert not model[0].float8_all_gather
+    assert not model[0]._f8sub.float8_all_gather
     torchao.float8.precompute_float8_dynamic_scale_for_fsdp(model)
 
 

@@ -89,7 +89,7 @@ def test_a_dict_and_all_options_are_taken(folder):
     config = {"quant_method": "f8sub", "recipe": "rowwise", "skip": ["*.mlp.*"], "skip_defaults": False}
     model = load(folder, config)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
-    assert model.lm_head.plan.recipe.name == "rowwise"
+    assert model.lm_head._f8sub.plan.recipe.name == "rowwise"
     told = Float8TrainingConfig("rowwise", filter_fn=lambda module, fqn: True)
     assert "<function" in told.to_json_string()
     assert Float8TrainingConfig.from_dict(config).to_dict() == config

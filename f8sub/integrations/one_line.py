@@ -20,8 +20,8 @@ def convert_once(model: torch.nn.Module, recipe: Any, options: Mapping[str, Any]
     Raises:
         Float8ConfigError: the model was converted with another recipe, or what ``convert_to_float8`` raises.
     """
-    module: Any
-    used = {module._f8sub.plan.recipe for module in model.modules() if is_converted(module)}
+    layers: list[Any] = [module for module in model.modules() if is_converted(module)]
+    used = {layer._f8sub.plan.recipe for layer in layers}
     if not used:
         f8sub.convert_to_float8(model, recipe, **options)
     elif recipe is not None:

@@ -46,7 +46,8 @@ def test_losses_are_those_of_a_gather_in_bf16(rank, world):
 
 def plain(tensor: DTensor) -> DTensor:
     """The same shards without a class of f8sub's."""
-    local = tensor.to_local().detach().clone().as_subclass(torch.Tensor)
+    local = tensor.to_local().detach()
+    local = getattr(local, "plain", local).clone()
     assert type(local) is torch.Tensor
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()

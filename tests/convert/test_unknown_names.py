@@ -162,12 +162,12 @@ def test_a_filter_may_be_anything_that_takes_both(function):
 
 
 def test_a_layer_is_not_made_by_its_class():
-    told = r"Float8Linear is made by f8sub\.convert_to_float8, .* nn\.Linear and convert it"
+    told = r"Float8Linear is created by f8sub\.convert_to_float8, .* nn\.Linear and convert it"
     with pytest.raises(f8sub.Float8ConfigError, match=told):
         f8sub.Float8Linear(64, 64)
     own = type("Projection", (nn.Linear,), {})
     made = type(f8sub.convert_to_float8(nn.Sequential(own(32, 32)))[0])
-    with pytest.raises(f8sub.Float8ConfigError, match="Float8Projection is made by"):
+    with pytest.raises(f8sub.Float8ConfigError, match="Float8Projection is created by"):
         made(32, 32)
 
 

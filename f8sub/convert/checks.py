@@ -1,7 +1,7 @@
 """Refuses what cannot be converted before a model changes: each error names the layer and what to do."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,15 @@ class Chosen(NamedTuple):
     plan: Plan
     gathered: bool
     keep_x: str
+
+
+def refusal_of(function: Callable[..., Any], *args: Any) -> str | None:
+    """Return the message of the Float8ConfigError that a call raises; None where it raises none."""
+    try:
+        function(*args)
+    except Float8ConfigError as error:
+        return str(error)
+    return None
 
 
 CONVERT_FIRST = "call convert_to_float8 before fully_shard and parallelize_module, on the whole model"

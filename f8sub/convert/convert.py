@@ -17,14 +17,8 @@ from f8sub.convert.checks import (
     warn_of_quantized_origin,
 )
 from f8sub.convert.class_swap import FusedEncoders, float8_class, plain_class
-from f8sub.convert.experts import (
-    planned_experts,
-    revert_experts,
-    why_not_by_options,
-    why_not_experts,
-)
+from f8sub.convert.experts import ExpertsChoice
 from f8sub.convert.filters import (
-    ALREADY,
     IN_FLOAT8,
     FilterFn,
     RecipeOrName,
@@ -39,8 +33,8 @@ from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_
 from f8sub.convert.swiglu_input import round_to_float8
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
 from f8sub.errors import Float8ConfigError, refuse_other_than_a_module
-from f8sub.experts.module import StoredTransposed
-from f8sub.experts.seams import EXPERTS, refuse_unknown_experts, seam_of
+from f8sub.experts.module import StoredTransposed, revert_experts
+from f8sub.experts.seams import EXPERTS, refuse_unknown_experts
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import WEIGHT, Float8Linear, LinearState
 from f8sub.linear.saved_input import AUTO
@@ -114,10 +108,12 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
         backend: ``"auto"`` takes the fastest that can run each GEMM; a backend named is never replaced.
         primary_weights: the weights themselves become float8, 1 byte per element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
-        experts: convert experts of mixtures, too: those of transformers and torchtitan, and what ``register_experts``
-            was given; "auto": those that gain. ``skip``, recipes by patterns and filter functions hold for them;
-            ``min_dim`` and ``keep_x`` are of linear layers.
-        tokens: of one forward, on all GPUs that share experts; without it "auto" assumes 2,048 of them an expert.
+        experts: "auto" converts experts of mixtures that are predicted to be 1.1 times as fast in float8 or more: those
+            of transformers and torchtitan, and what ``register_experts`` was given. The report says which stay in high
+            precision, and why. True converts all that can be, False none. ``skip``, recipes by patterns and filter
+            functions hold for them; ``min_dim`` and ``keep_x`` are of linear layers.
+        tokens: of one forward, on all GPUs that share experts. Without it "auto" converts experts that gain with 2,048
+            tokens each or fewer; the report says how many they need, and the first forward warns where it has fewer.
         keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.convert.keep_x``; or a mapping from patterns to it.
         other: torchao's and torchtitan's names for the same: ``recipe_name``, ``enable_fsdp_float8_all_gather``,
             ``module_filter_fn``, and ``filter_fqns``, strings of which none may be in a layer's name. Any other keyword
@@ -180,7 +176,8 @@ def _convert_selected(
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     reasons = selection.reasons(modules, linears)
-    of_experts = experts_reasons(modules, selection, of_features)
+    choice = ExpertsChoice(modules, of_features, backend)
+    of_experts = choice.reasons(selection)
     asked = reasons | of_experts
     for fqn, reason in asked.items():
         # A call before this one may have left a reason on a layer that is converted now.
@@ -199,7 +196,7 @@ def _convert_selected(
             gathered = float8_all_gather and None not in recipe.formats("w")
             chosen.append(Chosen(linears[fqn], fqn, plan, gathered, selection.kept.of(fqn)))
     planned = [
-        planned_experts(modules[fqn], fqn or "(root)", recipe, backend, float8_all_gather)
+        choice.planned(fqn, recipe, float8_all_gather)
         for fqn, reason in of_experts.items()
         if reason is None and (recipe := selection.recipes.of(fqn)) is not None
     ]
@@ -228,30 +225,6 @@ def _convert_selected(
     for guest in conversion.layer_guests:
         guest.converted(model, conversion)
     return model
-
-
-def experts_reasons(
-    modules: Mapping[str, torch.nn.Module], selection: Selection, options: Mapping[str, Any]
-) -> dict[str, str | None]:
-    """Return ``Selection.reasons`` of modules of experts.
-
-    Args:
-        modules: all modules of the model by name.
-        selection: what a caller says.
-        options: those of ``convert_to_float8`` that hold for experts, by name.
-    """
-    reasons: dict[str, str | None] = {}
-    for fqn, module in modules.items():
-        if isinstance(module, torch.nn.Linear):
-            continue
-        if is_converted(module):
-            reasons[fqn] = ALREADY
-            continue
-        if seam_of(module) is None:
-            continue
-        reason = why_not_by_options(modules, fqn, selection.recipes.of(fqn), options)
-        reasons[fqn] = reason or selection.why_not_asked(module, fqn) or why_not_experts(module)
-    return reasons
 
 
 def _convert(layer: Chosen, conversion: Conversion) -> None:

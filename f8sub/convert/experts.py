@@ -5,40 +5,141 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.filters import why_not_weight
+from f8sub.convert.checks import is_converted, refusal_of
+from f8sub.convert.filters import ALREADY, Selection, why_not_weight
 from f8sub.convert.primary_weights import refuse_delayed
-from f8sub.estimator.experts import of_module, why_left
-from f8sub.experts import adapters
-from f8sub.experts.module import ExpertsState, Float8Experts, float8_class, plain_class
+from f8sub.estimator.experts import ExpertGain, Gains, why_left
+from f8sub.experts.grouped_linear import NeededTokens
+from f8sub.experts.module import ExpertsState, float8_class
 from f8sub.experts.seams import AUTO_EXPERTS, seam_of
 from f8sub.formats import MULTIPLE
-from f8sub.kernels.gemm.select import Plan
+from f8sub.kernels.gemm.select import FAST_OF_GROUPS, Plan
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
 
+ROOT = "(root)"
+"""What errors call the model itself among its modules."""
 
-def why_not_by_options(
-    modules: Mapping[str, torch.nn.Module],
-    fqn: str,
-    recipe: Recipe | None,
-    options: Mapping[str, Any],
-) -> str | None:
-    """Return why a caller's options leave a module of experts as it is; None where they do not.
+
+class ExpertsChoice:
+    """Decides which modules of experts of a model are converted.
 
     Args:
         modules: all of the model, by name.
-        fqn: the module's name.
-        recipe: that it would get; None where no pattern matches it.
         options: ``experts``, ``tokens`` and ``primary_weights`` of ``convert_to_float8``.
+        backend: as ``convert_to_float8`` takes it.
     """
-    if not options["experts"]:
-        return "pass experts=True to convert"
-    if options.get("primary_weights") and recipe is not None:
-        refuse_delayed(fqn or "(root)", recipe)
-    if options["experts"] != AUTO_EXPERTS or recipe is None or why_not_experts(modules[fqn]) is not None:
+
+    def __init__(
+        self, modules: Mapping[str, torch.nn.Module], options: Mapping[str, Any], backend: str = "auto"
+    ) -> None:
+        self._modules, self._options, self._backend = modules, options, backend
+        self._gains = Gains(None, options["tokens"])
+        self._needs: dict[ExpertGain, NeededTokens] = {}
+
+    def reasons(self, selection: Selection) -> dict[str, str | None]:
+        """Return ``Selection.reasons`` of all modules of experts whose seam is known."""
+        found: dict[str, str | None] = {}
+        for fqn, module in self._modules.items():
+            if isinstance(module, torch.nn.Linear):
+                continue
+            if is_converted(module):
+                found[fqn] = ALREADY
+            elif seam_of(module) is not None:
+                found[fqn] = self._why_not(fqn, selection)
+        return found
+
+    def _why_not(self, fqn: str, selection: Selection) -> str | None:
+        module, experts = self._modules[fqn], self._options["experts"]
+        if not experts:
+            return "pass experts=True to convert"
+        recipe = selection.recipes.of(fqn)
+        if experts == AUTO_EXPERTS:
+            # First what costs nothing to know; a filter function may take linear layers alone.
+            reason = why_not_experts(module) or (None if recipe is None else self._why_left(fqn, recipe))
+            return reason or self._why_not_asked(fqn, selection)
+        if self._options.get("primary_weights") and recipe is not None:
+            refuse_delayed(fqn or ROOT, recipe)
+        return selection.why_not_asked(module, fqn) or why_not_experts(module)
+
+    def _why_left(self, fqn: str, recipe: Recipe) -> str | None:
+        """Return why ``experts="auto"`` leaves a module that can be converted; None where it does not."""
+        if not (gain := self.gain(fqn, recipe)).gains:
+            return why_left(gain)
+        # What was not asked for is no error.
+        refused = refusal_of(self.plan, fqn, recipe) or slow_products(recipe, self._backend)
+        return refused and f'experts="auto": {refused}'
+
+    def _why_not_asked(self, fqn: str, selection: Selection) -> str | None:
+        try:
+            return selection.why_not_asked(self._modules[fqn], fqn)
+        except AttributeError as error:
+            return f'experts="auto": filter_fn takes no experts ({error})'
+
+    def gain(self, fqn: str, recipe: Recipe) -> ExpertGain:
+        """Predict what float8 gains of a module of experts on this machine's GPU, or on an H200."""
+        return self._gains.of_module(self._modules[""], fqn, recipe)
+
+    def plan(self, fqn: str, recipe: Recipe) -> Plan:
+        """Return the plan of a module's products.
+
+        Raises:
+            Float8ConfigError: the recipe or the backend cannot be.
+        """
+        module = self._modules[fqn]
+        device = next(module.parameters()).device
+        # A model is built on meta to be trained on the accelerator.
+        if device.type == "meta":
+            device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return Plan.make(recipe, torch.device(device.type), self._backend, grouped=True)
+
+    def _needed(self, fqn: str, recipe: Recipe) -> NeededTokens | None:
+        """Return how many tokens per expert a module needs; None where a number that is known was enough."""
+        gain = self.gain(fqn, recipe)
+        if gain.tokens is not None or gain.enough is None or gain.enough_gathered is None:
+            return None
+        if gain not in self._needs:
+            self._needs[gain] = NeededTokens.of(gain.recipe, gain.gpu, gain.enough, gain.enough_gathered)
+        return self._needs[gain]
+
+    def planned(self, fqn: str, recipe: Recipe, gathered: bool) -> Callable[[Conversion], None]:
+        """Return a function that converts a module and enters its weights; nothing changes before that is called.
+
+        Args:
+            fqn: the module's name.
+            recipe: of its three products.
+            gathered: whether FSDP2 gathers its weights as float8, where no tile reaches over experts.
+
+        Raises:
+            Float8ConfigError: see ``plan``.
+        """
+        module, plan = self._modules[fqn], self.plan(fqn, recipe)
+        needed = self._needed(fqn, recipe) if self._options["experts"] == AUTO_EXPERTS else None
+
+        def convert(conversion: Conversion) -> None:
+            if (seam := seam_of(module)) is None:
+                raise RuntimeError(f"{fqn}: a {type(module).__name__} is no module of experts that is known")
+            state = ExpertsState(plan, fqn or ROOT, conversion, gathered, seam.weights_of(module))
+            state.seam, state.needed = seam, needed
+            state.convert(module, float8_class(type(module)))
+
+        return convert
+
+
+def slow_products(recipe: Recipe, backend: str) -> str | None:
+    """Return why products of experts gain nothing on this machine's GPU; None where they may, or where none is."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return None
-    gain = of_module(modules, fqn, recipe, options["tokens"])
-    return None if gain.gains else why_left(gain)
+    here = recipe, torch.device(device.type), backend, True
+    if refused := refusal_of(Plan.make, *here):
+        return refused
+    gemms = Plan.make(*here).gemms
+    slow = {gemm: name for gemm, name in gemms.items() if name not in (None, *FAST_OF_GROUPS)}
+    if not slow:
+        return None
+    listed = ", ".join(f"{gemm} by {name}" for gemm, name in slow.items())
+    return f"this machine has no float8 kernel for products of experts with {recipe.name} ({listed})"
 
 
 def why_not_experts(module: torch.nn.Module) -> str | None:
@@ -56,40 +157,3 @@ def why_not_experts(module: torch.nn.Module) -> str | None:
         if (reason := why_not_weight(weight, name)) is not None:
             return reason
     return None
-
-
-def planned_experts(
-    module: torch.nn.Module, fqn: str, recipe: Recipe, backend: str, gathered: bool
-) -> Callable[[Conversion], None]:
-    """Return a function that converts the module and enters its weights; nothing changes before that is called.
-
-    Args:
-        module: one whose seam is known.
-        fqn: its name in the model.
-        recipe: of its three products.
-        backend: as ``convert_to_float8`` takes it.
-        gathered: whether FSDP2 gathers its weights as float8, where no tile reaches over experts.
-
-    Raises:
-        Float8ConfigError: the recipe or the backend cannot be.
-    """
-    device = next(module.parameters()).device
-    # A model is built on meta to be trained on the accelerator.
-    if device.type == "meta":
-        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    plan = Plan.make(recipe, torch.device(device.type), backend, grouped=True)
-
-    def convert(conversion: Conversion) -> None:
-        if (seam := seam_of(module)) is None:
-            raise RuntimeError(f"{fqn}: a {type(module).__name__} is no module of experts that is known")
-        state = ExpertsState(plan, fqn, conversion, gathered, seam.weights_of(module))
-        state.seam = seam
-        state.convert(module, float8_class(type(module)))
-
-    return convert
-
-
-def revert_experts(module: Float8Experts) -> None:
-    """Give a module of experts its class back; its weights are plain parameters already."""
-    adapters.leave(module)
-    module._f8sub.revert(module, plain_class(module))

@@ -27,6 +27,10 @@ NOT_MULTIPLIED = ("embedding", "norm")
 """Classes with these words in their names have weights of two dimensions that no GEMM reads."""
 
 
+NOT_REGISTERED = "if these are experts, f8sub.register_experts lets them be converted"
+"""Why weights of three dimensions stay in high precision whose class is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class OtherWeights:
     """Describes the weights of one module that is no nn.Linear.
@@ -195,7 +199,7 @@ def _described(
         else:
             reason = getattr(module, SKIP_REASON, "")
             if seam_of(module) is None:
-                reason = "if these are experts, f8sub.register_experts lets them be converted"
+                reason = NOT_REGISTERED
             stay = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too"
             detail = "; ".join(filter(None, (stay, used, reason)))
     if counted is not None:

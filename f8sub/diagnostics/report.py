@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
 from f8sub.convert.filters import kind_of, kinds, name_of
 from f8sub.convert.other_weights import (
+    NOT_REGISTERED,
     ROOT,
     OtherWeights,
     active_share_of_linear,
@@ -32,9 +33,9 @@ from f8sub.convert.other_weights import (
 from f8sub.diagnostics.bytes import byte_account, expert_bytes
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
-from f8sub.estimator.experts import ASSUMED, of_module
+from f8sub.estimator.experts import Gains
 from f8sub.estimator.products import SAVED_INPUTS, SHARED_INPUTS, expert_products
-from f8sub.experts.seams import AUTO_EXPERTS, seam_of
+from f8sub.experts.seams import seam_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
@@ -218,12 +219,21 @@ class ConversionReport:
         )
         if details := {layer.detail for layer in converted} | {other.detail for other in others}:
             line += f" ({'; '.join(sorted(details))})"
-        if left := [other for other in self.others if other.reason]:
-            reasons = "; ".join(sorted({other.reason for other in left}))
-            line += f"; not in float8, {len(left)} modules with weights of 3 dimensions: {reasons}"
-        clauses = (self._of_read(converted), self._of_idle(converted), self._of_not_counted())
+        clauses = (
+            *self._of_experts(),
+            self._of_read(converted),
+            self._of_idle(converted),
+            self._of_not_counted(),
+        )
         line = "; ".join([line, *filter(None, clauses)])
         return line + (f"; idle patterns: {', '.join(self.idle_patterns)}" if self.idle_patterns else "")
+
+    def _of_experts(self) -> Iterator[str]:
+        """Yield what stays in high precision of modules with weights of three dimensions, by the reason."""
+        for reason, modules in Counter(other.reason for other in self.others if other.reason).items():
+            what = "modules with weights of 3 dimensions" if reason == NOT_REGISTERED else "modules"
+            of_experts = "" if reason == NOT_REGISTERED else "experts: "
+            yield f"{of_experts}{modules} {what} stay in high precision: {reason}"
 
     @staticmethod
     def _of_read(converted: list[LayerReport]) -> str:
@@ -423,11 +433,6 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
 
 
-BY_WIDTH = (
-    f' experts="auto" assumed {ASSUMED:,} tokens an expert; with tokens=, of one forward, it knows them.'
-)
-
-
 def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]:
     """Yield a sentence for each kind of experts in ``model``, those of equal names and sizes together.
 
@@ -440,10 +445,7 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
     first = next(filter(is_converted, modules.values()), None)
     other: Recipe = get_recipe(DEFAULT) if first is None else first._f8sub.plan.recipe
     options = {} if first is None else first._f8sub.conversion.options
-    # "auto" without tokens decided by ``ASSUMED``.
-    by_width = options.get("experts") == AUTO_EXPERTS and options["tokens"] is None
-    tokens = tokens or options.get("tokens")
-    seen = set()
+    gains, seen = Gains(None, tokens or options.get("tokens")), set()
     for fqn, module in modules.items():
         if seam_of(module) is None or not (products := expert_products(model, fqn, None)):
             continue
@@ -454,8 +456,7 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
             continue
         seen.add(key)
         shown = ", ".join(f"{rows} x {cols}" for _, rows, cols in sizes)
-        gain = of_module(modules, fqn, recipe, tokens)
-        yield f"{kind_of(fqn) or ROOT}, {sizes[0][0]} experts of {shown}: {gain}.{BY_WIDTH if by_width else ''}"
+        yield f"{kind_of(fqn) or ROOT}, {sizes[0][0]} experts of {shown}: {gains.of(products, recipe)}."
 
 
 def conversion_report(

@@ -118,8 +118,7 @@ def advice(
             "that would be in float8."
         )
     else:
-        experts = ", experts=True" if any(p.experts and p.reason is None for p in shapes.products) else ""
-        call = f'f8sub.convert_to_float8(model, recipe="{recipe.name}"{experts})'
+        call = f'f8sub.convert_to_float8(model, recipe="{recipe.name}"{shapes.option_of_experts(run.tokens)})'
         replay = " and f8sub.graph_step" if best.host_binds else ""
         yield f"{call}{replay}: {_why(best, recipes, predictions)}."
     if best.host_binds:

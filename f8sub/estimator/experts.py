@@ -1,7 +1,7 @@
 """Predicts whether float8 makes a module of experts faster than bf16, by the sizes of its weights and its tokens."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,11 @@ LEAST = 1.1
 The steps are those of docs/measurements/experts.md.
 """
 
-ASSUMED = 2048
-"""Tokens of an expert where that is not known: what one of Mixtral 8x7B's 8 gets of 8192 tokens, each sent to two."""
+USUAL = 2048
+"""Tokens per expert that training usually has: each of Mixtral 8x7B's 8 experts gets so many of 8,192 sent to two each.
+
+Where the tokens are not known, experts are converted that need no more than these.
+"""
 
 MANY = 2**17
 """Tokens of an expert beyond which more of them change nothing: its weights' casts are less than 1 % of the time."""
@@ -29,12 +32,12 @@ MANY = 2**17
 
 @dataclass(frozen=True, slots=True)
 class ExpertGain:
-    """Holds the speed-up of one module of experts in float8, forward and backward, casts included.
+    """Holds the predicted speed-up of one module of experts in float8, forward and backward, casts included.
 
     Attributes:
         recipe: its name.
         gpu: its name.
-        tokens: the tokens per expert in one forward; None if not known, and ``speedup`` is then for ``ASSUMED``.
+        tokens: the tokens per expert in one forward; None if not known, and ``speedup`` is then for ``USUAL``.
         speedup: bf16's time over float8's.
         enough: the fewest tokens per expert with which ``speedup`` is ``LEAST``; None where no number is enough.
         enough_gathered: the same where FSDP2 gathers float8 data, so that each rank casts its shard alone.
@@ -52,19 +55,24 @@ class ExpertGain:
         """True if the experts should be converted: ``speedup`` is at least ``LEAST``."""
         return self.speedup >= LEAST
 
+    @property
+    def needs(self) -> str:
+        """How many tokens per expert are enough, in words."""
+        if self.enough is None:
+            enough = "no number of tokens per expert is enough"
+        else:
+            enough = f"{self.enough:,} tokens per expert are enough"
+        if self.enough_gathered is None:
+            return enough
+        return f"{enough}, {self.enough_gathered:,} where FSDP2 gathers float8 data"
+
     def __str__(self) -> str:
-        number = f"with {_told(ASSUMED if self.tokens is None else self.tokens)}"
-        enough = "no number is enough" if self.enough is None else f"{self.enough:,} are enough"
-        if self.enough_gathered is not None:
-            enough += f", {self.enough_gathered:,} where FSDP2 gathers codes"
+        tokens = USUAL if self.tokens is None else self.tokens
+        unknown = "; how many an expert gets is not known" if self.tokens is None else ""
         return (
-            f"{self.recipe} is {self.speedup:.2f} times as fast as bf16 {number}, by the formula for an {self.gpu}; "
-            f"{enough}"
+            f"{self.recipe} is predicted {self.speedup:.2f} times as fast as bf16 with {tokens:,.0f} tokens per expert "
+            f"({self.gpu}); {self.needs}{unknown}"
         )
-
-
-def _told(tokens: float) -> str:
-    return f"{tokens:,.0f} tokens an expert"
 
 
 def gain_of(products: Sequence[Product], recipe: "Recipe", gpu: Gpu, tokens: float | None) -> ExpertGain:
@@ -76,11 +84,12 @@ def gain_of(products: Sequence[Product], recipe: "Recipe", gpu: Gpu, tokens: flo
         products: all of its weights.
         recipe: the recipe of the three products.
         gpu: the GPU that they run on.
-        tokens: tokens of one forward, before they are sent to experts; None if not known.
+        tokens: tokens of one forward, before they are sent to experts; None if not known. Where nothing says how many
+            experts a token is sent to, those of each expert are not known either.
     """
-    # The share of the tokens that one expert gets when they are spread evenly.
+    # The share of the tokens that one expert gets when they are spread evenly; 1 where ``top_k`` is not known.
     share = products[0].uses / products[0].experts
-    each = None if tokens is None else tokens * share
+    each = None if tokens is None or share == 1 else tokens * share
     # Rows are then ``of_each`` times the number of experts.
     whole = [replace(product, uses=product.experts, reason=None) for product in products]
 
@@ -93,7 +102,7 @@ def gain_of(products: Sequence[Product], recipe: "Recipe", gpu: Gpu, tokens: flo
         return times[0] / times[1]
 
     enough = _least(speedup), _least(functools.partial(speedup, gathered=True))
-    return ExpertGain(recipe.name, gpu.name, each, speedup(ASSUMED if each is None else each), *enough)
+    return ExpertGain(recipe.name, gpu.name, each, speedup(USUAL if each is None else each), *enough)
 
 
 def _least(speedup: Callable[[float], float]) -> int | None:
@@ -107,6 +116,30 @@ def _least(speedup: Callable[[float], float]) -> int | None:
         middle = (few + enough) // 2
         few, enough = (few, middle) if speedup(middle) >= LEAST else (middle, enough)
     return enough
+
+
+class Gains:
+    """Predicts the speed-up of a model's modules of experts; of those that differ in names alone once.
+
+    Args:
+        gpu: the GPU that they run on; None for this machine's, or an H200 if that is not known.
+        tokens: see ``gain_of``.
+    """
+
+    def __init__(self, gpu: Gpu | None, tokens: float | None) -> None:
+        self._gpu, self._tokens = gpu or gpu_here(), tokens
+        self._found: dict[tuple["Recipe", tuple[Product, ...]], ExpertGain] = {}
+
+    def of(self, products: Sequence[Product], recipe: "Recipe") -> ExpertGain:
+        """Return ``gain_of`` the weights of one module."""
+        alike = tuple(replace(p, fqn="", reads=str(p.shares_x), block=None) for p in products)
+        if (recipe, alike) not in self._found:
+            self._found[recipe, alike] = gain_of(products, recipe, self._gpu, self._tokens)
+        return self._found[recipe, alike]
+
+    def of_module(self, model: torch.nn.Module, fqn: str, recipe: "Recipe") -> ExpertGain:
+        """Return that of the module of a name in a model, converted or not."""
+        return self.of(expert_products(model, fqn, None), recipe)
 
 
 def by_module(shapes: Shapes) -> dict[str, list[Product]]:
@@ -123,14 +156,10 @@ def decided(shapes: Shapes, recipe: "Recipe", gpu: Gpu, tokens: float) -> Shapes
     if not shapes.undecided:
         return shapes
     left: dict[str, str] = {}
-    gains: dict[tuple[Product, ...], ExpertGain] = {}
+    gains = Gains(gpu, tokens)
     for module, products in by_module(shapes).items():
-        # Modules that differ in names alone have one gain, which is computed once.
-        alike = tuple(replace(p, fqn="", reads=str(p.shares_x), block=None) for p in products)
-        if alike not in gains:
-            gains[alike] = gain_of(products, recipe, gpu, tokens)
-        if products[0].reason is None and not gains[alike].gains:
-            left[module] = why_left(gains[alike])
+        if products[0].reason is None and not (gain := gains.of(products, recipe)).gains:
+            left[module] = why_left(gain)
     kept = (
         replace(each, reason=left[each.module]) if each.module in left else each for each in shapes.products
     )
@@ -139,14 +168,7 @@ def decided(shapes: Shapes, recipe: "Recipe", gpu: Gpu, tokens: float) -> Shapes
 
 def why_left(gain: ExpertGain) -> str:
     """Return the reason that reports give for experts that ``experts="auto"`` does not convert."""
-    return f'experts="auto" leaves it: {gain}'
-
-
-def of_module(
-    modules: Mapping[str, torch.nn.Module], fqn: str, recipe: "Recipe", tokens: int | None
-) -> ExpertGain:
-    """Predict the speed-up of a module of experts on this machine's GPU, or on an H200 if that is not known."""
-    return gain_of(expert_products(modules[""], fqn, None), recipe, gpu_here(), tokens)
+    return f'experts="auto": {gain}'
 
 
 def gpu_here() -> Gpu:

@@ -54,6 +54,8 @@ def _head(estimate: Estimate) -> list[str]:
     share = sum(group.flops_share for group in estimate.groups if group.reason is None)
     experts = len({product.module for product in converted if product.experts})
     and_experts = f" and {experts} modules of experts" if experts else ""
+    has_experts = any(product.experts for product in shapes.products)
+    option = "" if shapes.experts is None or not has_experts else f" (experts={shapes.experts!r})"
     mesh = f"{run.shards} GPUs share the weights (fully_shard)"
     if run.replicas > 1:
         mesh = f"{run.replicas} copies of the weights on {run.shards} GPUs each (HSDP)"
@@ -63,8 +65,8 @@ def _head(estimate: Estimate) -> list[str]:
         f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
     )
     covered = (
-        f"{sum(not product.experts for product in converted)} linear layers{and_experts} in float8: {share:.1%} of "
-        "the FLOPs of products with weights (attention scores are none)."
+        f"{sum(not product.experts for product in converted)} linear layers{and_experts} in float8{option}: "
+        f"{share:.1%} of the FLOPs of products with weights (attention scores are none)."
     )
     return [*_wrapped(model), *_wrapped(covered)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from f8sub.convert.other_weights import active_share
-from f8sub.experts.seams import seam_of
+from f8sub.experts.seams import EXPERTS, seam_of
 
 ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
 """Names of layers that read what attention makes, besides ``SAVED_INPUTS``, in modules called attn or attention."""
@@ -97,6 +97,7 @@ class Shapes:
         other_parameters: elements of embeddings, norms and biases.
         logits: of a token, of all output heads.
         not_counted: classes whose work depends on more than tokens, such as convolutions.
+        experts: as ``convert_to_float8`` takes it; None of a converted model, whose experts are as they are.
         undecided: whether recipe, GPU and tokens decide which of the experts are converted.
         other_frozen: how many of the other parameters take no gradient, while something does.
     """
@@ -105,6 +106,7 @@ class Shapes:
     other_parameters: int
     logits: int
     not_counted: tuple[str, ...]
+    experts: bool | str | None = None
     undecided: bool = False
     other_frozen: int = 0
 
@@ -122,6 +124,12 @@ class Shapes:
             if product.block is not None:
                 found.setdefault(product.block, []).append(product)
         return found
+
+    def option_of_experts(self, tokens: int) -> str:
+        """Return the argument by which ``convert_to_float8`` converts these experts; empty where there is none."""
+        if self.experts is None or not any(product.experts for product in self.products):
+            return ""
+        return f", tokens={tokens}" if self.experts == EXPERTS else f", experts={self.experts!r}"
 
     @property
     def outside(self) -> list[Product]:

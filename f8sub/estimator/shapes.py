@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from f8sub.convert.checks import SKIP_REASON, is_converted
-from f8sub.convert.convert import experts_reasons
 from f8sub.convert.defaults import HEAD, default_reasons
+from f8sub.convert.experts import ExpertsChoice
 from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_keep_x, layer_recipes
 from f8sub.convert.other_weights import (
     ROOT,
@@ -55,7 +55,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     reasons: dict[str, str | None]
     if is_plain:
         selection = Selection(layer_recipes(DEFAULT), layer_keep_x("auto"), skip=skip)
-        reasons = selection.reasons(modules, linears) | experts_reasons(modules, selection, options)
+        reasons = selection.reasons(modules, linears) | ExpertsChoice(modules, options).reasons(selection)
         if skip:
             idle_patterns(list(modules), reasons, selection, linears)
     else:
@@ -100,7 +100,8 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     fixed = sum(p.numel() for p in model.parameters() if are_frozen(model, [p]))
     # What remains are frozen parameters that multiply nothing.
     fixed -= sum(product.elements for product in products if product.frozen)
-    return Shapes(tuple(products), total - counted, logits, not_counted, undecided, fixed)
+    asked = experts if is_plain else None
+    return Shapes(tuple(products), total - counted, logits, not_counted, asked, undecided, fixed)
 
 
 def _counted(model: torch.nn.Module, products: list[Product]) -> list[Product]:

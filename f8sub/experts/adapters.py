@@ -311,6 +311,7 @@ class _Known(NamedTuple):
     fqn: str
     keep_x: str
     weights: tuple[str, ...] = ()
+    needed: None = None
 
 
 class _StandIn:

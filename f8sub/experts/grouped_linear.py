@@ -6,13 +6,15 @@ transform along the tokens, an expert's tokens are a matrix of their own. Where 
 """
 
 import contextlib
+import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.errors import Float8ConfigError, Float8ShapeError
+from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed
 from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
@@ -49,6 +51,74 @@ class GroupedCall(NamedTuple):
     dtype: torch.dtype
     transposed: bool
     sources: Sources = CURRENT_SOURCES
+
+
+_numbers = itertools.count()
+
+
+class NeededTokens(NamedTuple):
+    """Holds how many tokens per expert a module was converted for, where a conversion did not know how many there are.
+
+    Attributes:
+        number: that of the conversion's kind of experts, whose first forward alone is compared.
+        recipe: its name.
+        gpu: the name of the GPU that the numbers are for.
+        enough: tokens per expert from which float8 gains.
+        enough_gathered: the same where FSDP2 gathers float8 data.
+    """
+
+    number: int
+    recipe: str
+    gpu: str
+    enough: int
+    enough_gathered: int
+
+    @classmethod
+    def of(cls, recipe: str, gpu: str, enough: int, enough_gathered: int) -> "NeededTokens":
+        """Return those of another kind of experts."""
+        return cls(next(_numbers), recipe, gpu, enough, enough_gathered)
+
+    def __str__(self) -> str:
+        return (
+            f"gains from {self.enough:,} tokens per expert, {self.enough_gathered:,} where FSDP2 gathers float8 data "
+            f"({self.gpu})"
+        )
+
+    def compare(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Warn where the first training forward has fewer tokens than are needed.
+
+        Args:
+            x: (M, K), the tokens of all experts.
+            weight: of E experts, as the product reads it.
+        """
+        if not torch.is_grad_enabled():
+            return
+        experts = weight.shape[0]
+        needed = self.enough_gathered if isinstance(weight, Float8Tensor) else self.enough
+        if not torch.compiler.is_compiling():
+            _first(self.number, self.recipe, self.gpu, needed, len(x) / max(1, experts))
+        elif torch.fx.experimental.symbolic_shapes.statically_known_true(x.shape[0] < needed * experts):
+            # Traced code cannot look at a number of tokens that changes.
+            _first(self.number, self.recipe, self.gpu, needed, x.shape[0] / experts)
+
+
+_compared: set[int] = set()
+"""Numbers of kinds of experts whose first forward was compared."""
+
+
+@constant_result
+def _first(number: int, recipe: str, gpu: str, needed: int, tokens: float) -> None:
+    if number in _compared:
+        return
+    _compared.add(number)
+    if tokens < needed:
+        warnings.warn(
+            f"experts have {tokens:,.0f} tokens each in this forward, and {recipe} gains from {needed:,} on ({gpu}), "
+            "so they may be slower than in bf16: give a GPU more tokens, or convert with experts=False; with tokens=, "
+            "of one forward, experts='auto' decides by itself",
+            Float8Warning,
+            stacklevel=2,
+        )
 
 
 class GroupedMatmul(torch.autograd.Function):
@@ -342,6 +412,8 @@ def grouped_linear(
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
+    if module is not None and module._f8sub.needed is not None:
+        module._f8sub.needed.compare(x, weight)
     call = GroupedCall(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
     y = multiply(x, weight, groups, call)
     if autocast.was_entered and module is not None:

@@ -1,17 +1,25 @@
 """Float8Experts: a module of experts whose grouped products run in float8; made by class swap, as Float8Linear is."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.experts import adapters
 from f8sub.experts.adapters import adapters_apart
-from f8sub.experts.grouped_linear import GroupedCall, grouped_linear, local_part, rowwise_of_experts, running
-from f8sub.experts.seams import Seam
+from f8sub.experts.grouped_linear import (
+    GroupedCall,
+    NeededTokens,
+    grouped_linear,
+    local_part,
+    rowwise_of_experts,
+    running,
+)
+from f8sub.experts.seams import AUTO_EXPERTS, Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
 from f8sub.linear.converted import ConvertedModule, LayerState, own_parameter
@@ -24,11 +32,13 @@ class ExpertsState(LayerState):
 
     Attributes:
         seam: where its class multiplies.
+        needed: what its first forward is compared with; None where the conversion knew the tokens, or was asked for.
     """
 
-    __slots__ = ("seam",)
+    __slots__ = ("needed", "seam")
 
     seam: Seam
+    needed: NeededTokens | None
 
     @override
     def format_of(self, module: torch.nn.Module, name: str) -> Float8Format | None:
@@ -53,6 +63,12 @@ class ExpertsState(LayerState):
         """Return whether FSDP2 gathers a weight as float8: no tile of it reaches over experts."""
         every_gemm_reads_codes = None not in self.plan.recipe.formats("w")
         return self.float8_all_gather and every_gemm_reads_codes and self.format_of(module, name) is not None
+
+    @override
+    def how(self, module: torch.nn.Module) -> str:
+        """Return also how many tokens it needs, where the conversion did not know how many there are."""
+        how = super().how(module)
+        return how if self.needed is None else f"{how}, {self.needed}"
 
     @override
     def enter_weights(self, module: torch.nn.Module) -> None:
@@ -90,11 +106,15 @@ def _run(module: Float8Experts, forward: Callable[..., Any], args: Any, kwargs: 
     with running(module) as call:
         y = forward(*args, **kwargs)
     if not call.multiplied and not any(map(_is_empty, (*args, *kwargs.values()))):
-        raise Float8ConfigError(
+        message = (
             f"{module._f8sub.fqn}: the forward of {plain_class(module).__name__} called no f8sub.grouped_linear, so it "
             "multiplies in high precision though it was converted: call that in place of torch's grouped product, "
             "or leave the module out with skip="
         )
+        if module._f8sub.conversion.options["experts"] != AUTO_EXPERTS:
+            raise Float8ConfigError(message)
+        # Nobody asked for these experts, so the training goes on.
+        warnings.warn(message, Float8Warning, stacklevel=2)
     return y
 
 
@@ -117,6 +137,12 @@ def plain_class(module: Float8Experts) -> type[torch.nn.Module]:
     """The class that experts had before they were converted; ``fully_shard`` may have put its own before it."""
     cls = next(cls for cls in type(module).__mro__ if cls in _made.values())
     return next(plain for plain, made in _made.items() if made is cls)
+
+
+def revert_experts(module: Float8Experts) -> None:
+    """Give a module of experts its class back; its weights are plain parameters already."""
+    adapters.leave(module)
+    module._f8sub.revert(module, plain_class(module))
 
 
 def _new_module(cls: type[torch.nn.Module]) -> Float8Experts:

@@ -9,11 +9,11 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear, local_part
 
-EXPERTS: bool | str = False
-"""The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
-
 AUTO_EXPERTS = "auto"
 """The value of ``experts`` that converts those which gain."""
+
+EXPERTS: bool | str = AUTO_EXPERTS
+"""The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
 
 
 def refuse_unknown_experts(experts: Any, tokens: Any) -> None:
@@ -59,10 +59,10 @@ def register_experts(
     transposed: bool = False,
     forward: Forward | None = None,
 ) -> None:
-    """Have ``convert_to_float8(model, experts=True)`` convert modules of a class, and of its subclasses.
+    """Have ``convert_to_float8`` convert modules of a class, and of its subclasses, by its option ``experts``.
 
     Their forward calls ``grouped_linear`` without a recipe, which is in high precision until they are converted. One of
-    a converted module that calls none, though it has tokens, is a Float8ConfigError.
+    a converted module that calls none, though it has tokens, is a Float8ConfigError; a warning where "auto" chose it.
 
     Args:
         cls: the class.

@@ -91,7 +91,7 @@ def test_narrow_experts_never_gain():
     gain = gain_of(weights(64, 384, 1024), f8sub.get_recipe("rowwise"), H200, 1e9)
     assert not gain.gains
     assert gain.enough is None
-    assert "no number is enough" in str(gain)
+    assert "no number of tokens per expert is enough" in str(gain)
 
 
 @pytest.mark.parametrize(("gpu", "recipe"), [(B200, "mxfp8"), (B200, "tensorwise")])
@@ -109,9 +109,17 @@ def test_casts_without_a_kernel_gain_nothing():
 @pytest.mark.parametrize(
     ("tokens", "converted", "words"),
     [
-        (65536, True, "with 16,384 tokens an expert"),
-        (1024, False, 'experts="auto" leaves it: rowwise is'),
-        (None, True, 'experts="auto" assumed 2,048 tokens an expert'),
+        (
+            65536,
+            True,
+            "with 16,384 tokens per expert (H200); 1,086 tokens per expert are enough, 690 where FSDP2",
+        ),
+        (
+            1024,
+            False,
+            "as fast as bf16 with 256 tokens per expert (H200); 1,086 tokens per expert are enough",
+        ),
+        (None, True, "gains from 1,086 tokens per expert, 690 where FSDP2 gathers float8 data (H200)"),
     ],
 )
 def test_auto_converts_experts_that_gain(tokens, converted, words):
@@ -119,14 +127,14 @@ def test_auto_converts_experts_that_gain(tokens, converted, words):
     assert all(isinstance(layer.mlp.experts, Float8Experts) == converted for layer in model.model.layers)
     report = f8sub.conversion_report(model)
     assert words in " ".join(str(report).split())
-    assert ('experts="auto" leaves it: rowwise is' in report.summary) != converted
+    assert ('experts: 2 modules stay in high precision: experts="auto"' in report.summary) != converted
 
 
 def test_auto_leaves_narrow_experts_and_what_cannot_be_converted():
     model = f8sub.convert_to_float8(
         on_meta("qwen3_moe", moe_intermediate_size=384), "rowwise", experts="auto"
     )
-    assert "no number is enough" in f8sub.conversion_report(model).others[0].detail
+    assert "no number of tokens per expert is enough" in f8sub.conversion_report(model).others[0].detail
     model = f8sub.convert_to_float8(
         on_meta("mixtral", intermediate_size=14344), "rowwise", experts="auto", tokens=65536
     )
@@ -237,10 +245,10 @@ def test_advice_on_experts():
         f8sub.estimate(on_meta("mixtral"), ["rowwise"], gpus=["H200"], experts="auto", tokens=tokens)
         for tokens in (2048, 65536)
     )
-    assert any('experts="auto" leaves it' in str(group.reason) for group in few.groups)
+    assert any('experts="auto": rowwise' in str(group.reason) for group in few.groups)
     assert "Experts have" in few.advice[-1]
     assert "stay in bf16" in few.advice[-1]
-    assert 'recipe="rowwise", experts=True)' in many.advice[0]
+    assert 'recipe="rowwise", tokens=65536)' in many.advice[0]
     assert "are in float8" in many.advice[-1]
     assert math.isclose(sum(group.flops_share for group in many.groups), 1)
     assert replace(many.shapes, products=()) == replace(few.shapes, products=())

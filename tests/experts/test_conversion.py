@@ -253,7 +253,7 @@ def test_without_the_option_the_report_names_it():
     assert not others.converted
     assert "stay in high precision" in others.detail
     assert others.detail.endswith("pass experts=True to convert")
-    assert report.summary.endswith("1 modules with weights of 3 dimensions: pass experts=True to convert")
+    assert report.summary.endswith("experts: 1 modules stay in high precision: pass experts=True to convert")
 
 
 def test_the_report_counts_experts():

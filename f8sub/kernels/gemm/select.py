@@ -75,6 +75,9 @@ GROUPED = {
 """Backends of grouped products, the fastest first (figures: docs/measurements). The last two read on the host where
 groups lie, so that they would make a GPU wait."""
 
+FAST_OF_GROUPS = "triton", "scaled_grouped_mm"
+"""Those that multiply float8 data; the others take as long as bf16, or longer."""
+
 BACKENDS: dict[bool, Mapping[str, Backend | GroupedBackend]] = {False: GEMM, True: GROUPED}
 """Backends of all products by ``Plan.grouped``."""
 

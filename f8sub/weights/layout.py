@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import ALL, Float8Format, Tile
-from f8sub.torch_compat import all_gather
+from f8sub.torch_compat import all_gather, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -139,15 +139,9 @@ class ShardLayout:
         """
         if self.folded is None:
             return format
-        (rows, cols), tile = self.folded, format.tile
-        if tile.rows == 1 and (tile.cols == ALL or cols % tile.cols == 0):
-            return replace(format, tile=Tile(1, cols if tile.cols == ALL else tile.cols))
-        if tile.rows == rows and tile.cols == ALL:
-            return replace(format, tile=Tile(1, ALL))
-        raise Float8ConfigError(
-            f"{fqn}: its weight is sharded along the rows of each expert (Shard(1)), and {format} has tiles of several "
-            "rows; shard it along experts, or convert with float8_all_gather=False"
-        )
+        if (found := format_along_rows(format, *self.folded)) is None:
+            raise Float8ConfigError(f"{fqn}: {ALONG_ROWS.format(format)}")
+        return found
 
     def tiles_of_part(self, scales: torch.Tensor, tile: Tile) -> torch.Tensor:
         """Return those scales of the whole weight that belong to ``shape``, as a view."""
@@ -155,6 +149,30 @@ class ShardLayout:
             if edge != ALL:
                 scales = scales.narrow(dim, self.origin[dim] // edge, tile.scale_shape(self.shape)[dim])
         return scales
+
+
+ALONG_ROWS = (
+    "its weight is sharded along the rows of each expert (Shard(1)), and {} has tiles of several rows; shard it along "
+    "experts, or convert with float8_all_gather=False"
+)
+
+
+def format_along_rows(format: Float8Format, rows: int, cols: int) -> Float8Format | None:
+    """Return the format of a matrix whose rows are whole experts of (rows, cols); None where tiles cross its rows."""
+    tile = format.tile
+    if tile.rows == 1 and (tile.cols == ALL or cols % tile.cols == 0):
+        return replace(format, tile=Tile(1, cols if tile.cols == ALL else tile.cols))
+    if tile.rows == rows and tile.cols == ALL:
+        return replace(format, tile=Tile(1, ALL))
+    return None
+
+
+def cannot_be_gathered(weight: torch.Tensor | None, format: Float8Format | None) -> bool:
+    """Return whether a weight of experts is sharded along the rows of each, and tiles of its format cross them."""
+    if weight is None or format is None or not is_dtensor(weight) or weight.dim() != 3:
+        return False
+    sharded: Any = weight
+    return 1 in sharded_dims(sharded).values() and format_along_rows(format, *weight.shape[1:]) is None
 
 
 def sharded_dims(weight: "DTensor") -> dict[int, int]:
@@ -185,8 +203,8 @@ class WireFormat:
         tile = self.format.tile
         whole_tiles = all(dim == 0 or part % tile.cols == 0 for dim, part in layout.cuts)
         # A row must be whole on its rank: Shard(1), or a tensor-parallel cut through a tile,
-        # splits a row's tiles between ranks.
-        self.carries_scales = lies_in_rows(tile) and layout.dim == 0 and whole_tiles
+        # splits a row's tiles between ranks. A row of several rows of experts could not be viewed as these.
+        self.carries_scales = lies_in_rows(tile) and layout.dim == 0 and whole_tiles and layout.folded is None
 
     @property
     def table_tile(self) -> Tile:
@@ -232,7 +250,10 @@ class WireFormat:
         codes = whole[:, :codes_end].view(self.format.dtype)
         if (folded := self.layout.folded) is not None:
             codes = codes.view(-1, folded[1])
-            scales = scales.view(self.format_whole.tile.scale_shape((scales.shape[0] * folded[0], folded[1])))
+            tile = self.format_whole.tile
+            # A scale of each row, of those that this rank has of an expert; or one of the expert as a whole.
+            each = cols // folded[1] if tile.rows == 1 else folded[0]
+            scales = scales.view(tile.scale_shape((scales.shape[0] * each, folded[1])))
         return codes, self.scales_of(whole) if self.carries_scales else scales
 
 

@@ -16,17 +16,18 @@
 - The hooks keep nothing: FSDP2 calls them more often than once a pass.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import bound_hook, is_dtensor, is_swapped_with_itself
-from f8sub.weights.layout import lies_in_rows
+from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered, lies_in_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,6 +106,16 @@ class WeightRecord:
         """The tensor that the module has in the weight's place now: sharded, unsharded, or None."""
         module = self._module()
         return None if module is None else module._parameters.get(self.name)
+
+    def settle_layout(self) -> None:
+        """Have FSDP2 gather the weight in high precision, with a warning, where no float8 data could be gathered."""
+        if cannot_be_gathered(self.parameter, self.format):
+            self.gathered = False
+            warnings.warn(
+                f"{self.fqn} is gathered in high precision: {ALONG_ROWS.format(self.format)}",
+                Float8Warning,
+                stacklevel=2,
+            )
 
     def follow(self) -> bool:
         """Have the shard use what the parameter holds now, if that is sharded; False where there is no shard."""
@@ -188,6 +199,9 @@ class Weight(torch.Tensor):
     def _wire_record(self) -> WeightRecord:
         """Return the record; AttributeError where FSDP2 gathers in high precision and has to find no hooks."""
         record = self.record
+        # Looked at when ``fully_shard`` asks for hooks, right after it sharded the weight.
+        if record is not None and not record.entered and record.gathered:
+            record.settle_layout()
         if record is None or not record.gathered:
             raise AttributeError("the weight is gathered in high precision")
         return record

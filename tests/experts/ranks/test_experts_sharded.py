@@ -16,7 +16,7 @@ import f8sub
 from f8sub.weights.master_weight import MasterWeight
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts
-from tests.models import equal, refusal, take_step
+from tests.models import equal, heard, refusal, take_step
 from tests.selection import long_but
 from tests.wire import Wire
 
@@ -182,13 +182,42 @@ def test_compiled_experts(rank, world, kind, recipe):
     assert equal(trained(sharded(model), 3, steps), trained(sharded(converted(3, recipe, kind)), 3, steps))
 
 
-def test_tiles_of_several_rows_are_not_sharded_along_them(rank, world):
-    messages = []
+def test_tiles_of_several_rows_that_are_sharded_along_them_are_gathered_in_high_precision(rank, world):
     for recipe, kind in (("blockwise", SeamedExperts), ("rowwise", TransposedExperts)):
-        model = sharded(converted(3, recipe, kind), shard_placement_fn=along_rows)
-        messages.append(refusal(f8sub.Float8ConfigError, f8sub.precompute_scales, model))
-    for message in messages:
-        assert "shard it along experts" in message
+        with heard() as told:
+            model = sharded(converted(3, recipe, kind), shard_placement_fn=along_rows)
+        assert {message.partition(":")[0] for message in told} == {
+            f"experts.{name} is gathered in high precision" for name, _ in model.experts.named_parameters()
+        }
+        assert all("shard it along experts" in message for message in told)
+        assert equal(trained(model, 3), trained(converted(3, recipe, kind), 3))
+        model.experts.unshard()
+        assert not any(isinstance(p, f8sub.Float8Tensor) for p in model.experts.parameters())
+
+
+@pytest.mark.parametrize("world", [4])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_experts_whose_matrices_tensor_parallelism_cuts(rank, world, recipe):
+    """As torchtitan cuts them without expert parallelism: rows of gate and up, columns of down."""
+    whole = OwnExperts(4, WIDTH, HIDDEN)
+    model = converted(4, recipe)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    for name, dim in {"gate": 1, "up": 1, "down": 2}.items():
+        weight = distribute_tensor(getattr(model.experts, name), mesh["tp"], [Shard(dim)])
+        model.experts.register_parameter(name, nn.Parameter(weight))
+    fully_shard(model, mesh=mesh["fsdp"])
+    model.unshard()
+    for name, dim in {"gate": 1, "up": 1, "down": 2}.items():
+        gathered = getattr(model.experts, name).to_local()
+        assert isinstance(gathered, f8sub.Float8Tensor)
+        weight = getattr(whole, name).detach()
+        cast = torch.stack([f8sub.quantize(matrix, recipe).dequantize() for matrix in weight])
+        expected = cast.chunk(2, dim)[mesh["tp"].get_local_rank()]
+        x, ends = gaussian((8, expected.shape[2]), generator(1)), torch.tensor([2, 4, 6, 8])
+        y = f8sub.grouped_linear(x, gathered, ends, recipe, backend="reference")
+        x = torch.cat([f8sub.quantize(each, recipe).dequantize() for each in x.split(2)])
+        by_hand = torch.cat([each @ matrix.t() for each, matrix in zip(x.split(2), expected, strict=True)])
+        torch.testing.assert_close(y, by_hand, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", *long_but([], ["rowwise", "mxfp8"])])

@@ -13,7 +13,7 @@ from f8sub.delayed.state import ScalingState, ScalingStates
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.hooks import attach
-from f8sub.integrations.torchtitan.options import Options, convert
+from f8sub.integrations.torchtitan.options import Options, convert, tokens_of
 from f8sub.linear.float8_linear import Float8Linear
 
 __all__ = ["in_float8", "like", "then"]
@@ -32,21 +32,42 @@ def like(option: dataclasses.Field[Any]) -> Any:
     return dataclasses.field(default=option.default)
 
 
-def in_float8(model_config: Any, options: Options) -> Any:
+def in_float8(model_config: Any, options: Options, tokens: int | None = None) -> Any:
     """Have ``model_config`` build its model in float8, in place; one that does so already takes the new options.
 
     The layers are converted when the model is built, all together, by ``f8sub.convert_to_float8``: the config tree
     stays as it is, so that whatever else reads it, shards by it or converts it goes on as without float8.
+
+    Args:
+        model_config: a model's.
+        options: what was asked for.
+        tokens: ``tokens_of`` the job; None where the config is to learn it by ``update_from_config``.
     """
     if "float8" in vars(type(model_config)):
         # Take off what an earlier call put on; else the model would be converted twice.
         model_config.__class__ = type(model_config).__base__
-    then(model_config, lambda model: _converted(model, options), float8=options)
+    cls, of_job = type(model_config), {"tokens": tokens}
+
+    def update_from_config(self: Any, *, config: Any, **more: Any) -> None:
+        cls.update_from_config(self, config=config, **more)
+        # Others than a trainer, such as a generator, have no batch.
+        if hasattr(config, "training"):
+            of_job["tokens"] = tokens_of(config.training, config.parallelism)
+
+    learning = {"update_from_config": update_from_config} if hasattr(cls, "update_from_config") else {}
+    then(
+        model_config,
+        lambda model: _converted(model, options, of_job["tokens"]),
+        learning,
+        float8=options,
+    )
     return model_config
 
 
-def then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:
-    """Have ``config.build`` return ``after(what it built)``.
+def then(
+    config: Any, after: Callable[[Any], Any], methods: Mapping[str, Callable[..., Any]] = {}, **members: Any
+) -> None:
+    """Have ``config.build`` return ``after(what it built)``; with methods, and members that ``to_dict`` shows.
 
     In place, by a class of the same layout: torchtitan 0.3's trainer takes the model's config before it applies
     overrides, and builds the one it took.
@@ -63,12 +84,14 @@ def then(config: Any, after: Callable[[Any], Any], **members: Any) -> None:
     # No slots of its own: only a class of the same layout may replace an instance's class.
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": f"Float8{cls.__qualname__}"}
     config.__class__ = type(
-        f"Float8{cls.__name__}", (cls,), {**names, "build": build, "to_dict": to_dict, **members}
+        f"Float8{cls.__name__}",
+        (cls,),
+        {**names, "build": build, "to_dict": to_dict, **methods, **members},
     )
 
 
-def _converted(model: Any, options: Options) -> Any:
-    convert(model, options, _convertible(model))
+def _converted(model: Any, options: Options, tokens: int | None) -> Any:
+    convert(model, options, _convertible(model), tokens)
     for states in model.modules():
         if isinstance(states, ScalingStates):
             # torchtitan asks every module of a model for its protocol, such as how to initialize.

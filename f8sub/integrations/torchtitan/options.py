@@ -68,7 +68,8 @@ class Options:
             ``f8sub.checkpoint_policy`` in place of torchtitan's; empty for torchtitan's.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
-        experts: convert experts of mixtures, too; "auto": those whose width makes them gain.
+        experts: "auto" converts experts of mixtures that are predicted to gain; true all, false none.
+        tokens: of one forward, on all GPUs that share experts; None for those of the job's config, where it is known.
         monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
 
@@ -91,6 +92,7 @@ class Options:
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
     experts: bool | str = EXPERTS
+    tokens: int | None = None
     monitor_every: int = 0
     monitor_file: str = ""
 
@@ -183,8 +185,39 @@ def _dtype_or_itself(value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else value
 
 
+def tokens_of(training: Any, parallelism: Any) -> int | None:
+    """Return the tokens of one forward on all GPUs that share experts, by the sections of a job's config.
+
+    Args:
+        training: with the tokens of a data-parallel rank: ``local_batch_size`` and ``seq_len`` up to torchtitan 0.3.
+        parallelism: with the degrees of each kind.
+
+    Returns:
+        None for a config whose names are not known.
+    """
+    try:
+        if hasattr(training, "num_tokens_per_microbatch_per_dp_rank"):  # after 0.3
+            tokens = training.num_tokens_per_microbatch_per_dp_rank
+        else:
+            is_cut = parallelism.pipeline_parallel_degree > 1
+            batch = parallelism.pipeline_parallel_microbatch_size if is_cut else training.local_batch_size
+            tokens = batch * training.seq_len
+        tokens //= parallelism.context_parallel_degree
+        experts, tensors = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
+    except AttributeError:
+        return None
+    if experts == 1:
+        return int(tokens)
+    # Ranks of tensor parallelism divide the tokens, unless they divide each expert.
+    whole = getattr(parallelism, "expert_tensor_parallel_degree", 1) > 1
+    return int(tokens * experts // (1 if whole else tensors))
+
+
 def convert(
-    model: Model, options: Options, linear_classes: Mapping[type[torch.nn.Linear], Mapping[str, Any]]
+    model: Model,
+    options: Options,
+    linear_classes: Mapping[type[torch.nn.Linear], Mapping[str, Any]],
+    tokens: int | None = None,
 ) -> Model:
     """Convert a model that torchtitan just built, in place, before any parallelism.
 
@@ -192,6 +225,7 @@ def convert(
         model: on meta.
         options: what was asked for.
         linear_classes: torchtitan's own subclasses of nn.Linear, see ``class_swap.extensions``.
+        tokens: ``tokens_of`` the job, where its config is known.
 
     Raises:
         Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
@@ -217,6 +251,7 @@ def convert(
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
         experts=SPELLED.get(str(options.experts).lower(), options.experts),
+        tokens=tokens if options.tokens is None else options.tokens,
     )
     # torchtitan compiles and shards the model later, and hands it back to nobody before it runs.
     check_at_first_forward(model)

@@ -19,7 +19,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear
 from f8sub.experts.seams import register_experts
 from f8sub.integrations.torchtitan.hooks import FILE
-from f8sub.integrations.torchtitan.options import Options, convert
+from f8sub.integrations.torchtitan.options import Options, convert, tokens_of
 
 
 def gate(h: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def gate(h: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def register_grouped_experts(backend: str | None) -> None:
-    """Have ``convert_to_float8(model, experts=True)`` convert ``GroupedExperts``.
+    """Have ``convert_to_float8`` convert ``GroupedExperts``, by its option ``experts``.
 
     torchtitan pads each expert's tokens for torch's grouped product; f8sub's takes groups of any size.
 
@@ -77,6 +77,7 @@ class Float8ModelConverter:
             )
         file = options.monitor_file or str(Path(job_config.job.dump_folder) / FILE)
         self.options = replace(options, monitor_file=file)
+        self.tokens = tokens_of(job_config.training, job_config.parallelism)
         # Eager SwiGLU between the products costs three passes over memory.
         compiled = job_config.compile.enable and "model" in job_config.compile.components
         register_grouped_experts(job_config.compile.backend if compiled else None)
@@ -87,7 +88,7 @@ class Float8ModelConverter:
         Raises:
             Float8ConfigError: as of ``f8sub.integrations.torchtitan.options.convert``.
         """
-        convert(model, self.options, {})
+        convert(model, self.options, {}, self.tokens)
         logger.info(f"f8sub: {conversion_report(model).summary}")
 
     def post_optimizer_hook(self, model: torch.nn.Module | list[torch.nn.Module]) -> None:

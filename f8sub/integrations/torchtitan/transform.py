@@ -7,7 +7,7 @@ from torchtitan.config.transform import ModelConfigTransform, apply_transforms
 from torchtitan.protocols.model import BaseModel
 
 from f8sub.integrations.torchtitan.built import in_float8
-from f8sub.integrations.torchtitan.options import Options, known
+from f8sub.integrations.torchtitan.options import Options, known, tokens_of
 
 __all__ = ["Float8Transform", "with_float8"]
 
@@ -26,7 +26,8 @@ class Float8Transform(Options, ModelConfigTransform):
 
     def transform(self, model: BaseModel.Config, *, context: Any = None) -> BaseModel.Config:
         """Have ``model`` build its model in float8, in place; one that does so already takes the new options."""
-        return in_float8(model, self)
+        known = context is not None and hasattr(context, "training")
+        return in_float8(model, self, tokens_of(context.training, context.parallelism) if known else None)
 
 
 def with_float8(config: Any, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Options of recipes, of what is kept of x and of checkpointed blocks, as torchtitan 0.3's users say them."""
 
 import json
+import types
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
+from f8sub.experts.module import Float8Experts
 from f8sub.integrations.torchtitan.hooks import KEEP, set_policy
-from f8sub.integrations.torchtitan.options import Options, known
+from f8sub.integrations.torchtitan.options import Options, known, tokens_of
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.integrations.torchtitan.runs import alone
@@ -157,3 +159,67 @@ def test_a_checkpointed_block_multiplies_nothing_again():
 def test_a_model_without_checkpointed_blocks_is_refused():
     with pytest.raises(f8sub.Float8ConfigError, match="checkpoint_policy='gemms' is for blocks"):
         model_of(nn.Linear(64, 64), "gemms")(torch.randn(8, 64))
+
+
+DEGREES = {f"{kind}_parallel_degree": 1 for kind in ("pipeline", "context", "tensor", "expert")}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ({}, 4 * 2048),
+        ({"context_parallel_degree": 2}, 4 * 1024),
+        ({"tensor_parallel_degree": 2}, 4 * 2048),
+        ({"expert_parallel_degree": 8}, 8 * 4 * 2048),
+        ({"expert_parallel_degree": 8, "tensor_parallel_degree": 2}, 4 * 4 * 2048),
+        (
+            {"expert_parallel_degree": 4, "tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2},
+            16 * 2048,
+        ),
+        ({"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 1}, 2048),
+    ],
+)
+def test_tokens_that_share_experts(degrees, expected):
+    parallelism = types.SimpleNamespace(**DEGREES | degrees)
+    assert tokens_of(types.SimpleNamespace(local_batch_size=4, seq_len=2048), parallelism) == expected
+    if "pipeline_parallel_degree" not in degrees:
+        after_0_3 = types.SimpleNamespace(num_tokens_per_microbatch_per_dp_rank=4 * 2048)
+        assert tokens_of(after_0_3, parallelism) == expected
+
+
+def test_a_config_of_other_names_has_no_tokens():
+    assert tokens_of(types.SimpleNamespace(batch=4), types.SimpleNamespace(**DEGREES)) is None
+    assert tokens_of(types.SimpleNamespace(local_batch_size=4, seq_len=2048), types.SimpleNamespace()) is None
+
+
+@alone
+@pytest.mark.parametrize(
+    ("batch", "degree", "options", "words"),
+    [
+        (16, 1, {}, ""),
+        (1, 1, {}, "with 128 tokens per expert"),
+        (2, 8, {}, ""),
+        (1, 1, {"tokens": 65536}, ""),
+        (16, 1, {"experts": "false"}, "pass experts=True"),
+        (None, 1, {}, "gains from"),
+    ],
+)
+def test_experts_are_converted_by_the_jobs_tokens(batch, degree, options, words):
+    """DeepSeek-V3's; ``None`` for a job that is not known when the model is built."""
+    from torchtitan.models.deepseek_v3 import config_registry
+
+    from f8sub import titan
+
+    config = config_registry.deepseek_v3_671b()
+    del config.model_spec.model.layers[4:]
+    config.model_spec = titan.with_float8(config.model_spec, **options)
+    config.training.seq_len, config.parallelism.expert_parallel_degree = 4096, degree
+    if batch is not None:
+        config.training.local_batch_size = batch
+        config.model_spec.model.update_from_config(config=config)
+    model = on_meta(config.model_spec.model)
+    summary = f8sub.conversion_report(model).summary
+    assert words in summary
+    stays = words and words != "gains from"
+    assert stays != any(isinstance(module, Float8Experts) for module in model.modules())
+    assert ("gains from" in summary) == (words == "gains from")

@@ -206,6 +206,8 @@ def settings(run: Run, steps: int, size: str = "debug", lr: float = LEARNING_RAT
         chosen["float8.enabled"] = "false"
     else:
         chosen["float8.recipe"] = run.arm.split("-")[0]
+        # Numbers are compared, also where experts are too small to gain time.
+        chosen["float8.experts"] = "true"
         for ending, (option, value) in VARIANTS.items():
             if run.arm.endswith(ending):
                 chosen[option] = value

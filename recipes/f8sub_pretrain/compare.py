@@ -21,7 +21,7 @@ from rich.table import Table
 
 import f8sub
 from f8sub_pretrain.metrics import read_metrics
-from f8sub_pretrain.model import SIZES
+from f8sub_pretrain.model import has_experts_in_float8
 from f8sub_pretrain.settings import Settings
 
 _FINAL_STEPS = 10
@@ -181,24 +181,19 @@ def commands(settings: Settings, run: Path) -> list[str]:
         if float8.skip:
             options += " ".join(["", "--skip", *map(shlex.quote, float8.skip)])
         options += "" if float8.skip_defaults else " --no-skip-defaults"
-        options += " --experts" if float8.experts and _is_mixture(settings) else ""
+        options += " --experts" if has_experts_in_float8(settings) else ""
         export = f"python -m f8sub export {saved[-1]} {run}/served --recipe {float8.recipe}{options}"
         shown.append(f"{export}: a checkpoint for inference engines")
     return shown
 
 
-def _is_mixture(settings: Settings) -> bool:
-    return "num_experts" in SIZES[settings.model.size]
-
-
 def _has_codes_for_engines(settings: Settings) -> bool:
-    """Whether a checkpoint tells all codes: not amax histories, several recipes, which experts "auto" chose."""
+    """Whether a checkpoint tells all codes: neither amax histories nor several recipes."""
     float8, recipe = settings.float8, f8sub.get_recipe(settings.float8.recipe)
     weights = recipe.fprop.b
     return (
         recipe.delayed is None
         and not float8.layer_recipes
-        and not (float8.experts == "auto" and _is_mixture(settings))
         and weights is not None
         and not weights.scale_rule.has_global  # NVFP4, which no layout holds
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -107,6 +108,10 @@ of its 48: 2.5 billion weights.
 """
 
 
+_ANY_VOCABULARY = 256
+"""Token ids of a model of which only the blocks matter."""
+
+
 def architecture(size: str, vocab_size: int, seq_len: int) -> tuple[PretrainedConfig, type[Any]]:
     """Give the config of a size and the class of its model.
 
@@ -122,6 +127,37 @@ def architecture(size: str, vocab_size: int, seq_len: int) -> tuple[PretrainedCo
         kind = Qwen3MoeForCausalLM
         return Qwen3MoeConfig(**shared, output_router_logits=True, architectures=[kind.__name__]), kind
     return LlamaConfig(**shared, architectures=[LlamaForCausalLM.__name__]), LlamaForCausalLM
+
+
+def convert(model: nn.Module, settings: Settings) -> None:
+    """Convert a model to float8, in place, as the settings say."""
+    layer_recipes = settings.float8.layer_recipes
+    f8sub.convert_to_float8(
+        model,
+        recipe={**layer_recipes, "*": settings.float8_recipe} if layer_recipes else settings.float8_recipe,
+        skip=settings.float8.skip,
+        skip_defaults=settings.float8.skip_defaults,
+        float8_all_gather=settings.float8.all_gather,
+        backend=settings.float8.backend,
+        experts=settings.float8.experts,
+        tokens=settings.training.local_batch_size * settings.training.seq_len,
+    )
+    if settings.float8.keep_swiglu_input == "float8":
+        f8sub.keep_swiglu_input_in_float8(model)
+
+
+def has_experts_in_float8(settings: Settings) -> bool:
+    """Say whether the model of these settings is a mixture whose experts are converted on this machine."""
+    if "num_experts" not in SIZES[settings.model.size]:
+        return False
+    config, kind = architecture(settings.model.size, _ANY_VOCABULARY, settings.training.seq_len)
+    with torch.device("meta"):
+        model = kind(config)
+    with warnings.catch_warnings():
+        # What the run itself said when it converted the model.
+        warnings.simplefilter("ignore", f8sub.Float8Warning)
+        convert(model, settings)
+    return any(other.converted for other in f8sub.conversion_report(model).others)
 
 
 def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[Any, str]:
@@ -145,21 +181,7 @@ def build_model(settings: Settings, vocab_size: int, mesh: DeviceMesh) -> tuple[
     attend_causally(model)
     report = "float8: off"
     if settings.float8_recipe:
-        layer_recipes = settings.float8.layer_recipes
-        f8sub.convert_to_float8(
-            model,
-            recipe={**layer_recipes, "*": settings.float8_recipe}
-            if layer_recipes
-            else settings.float8_recipe,
-            skip=settings.float8.skip,
-            skip_defaults=settings.float8.skip_defaults,
-            float8_all_gather=settings.float8.all_gather,
-            backend=settings.float8.backend,
-            experts=settings.float8.experts,
-            tokens=settings.training.local_batch_size * settings.training.seq_len,
-        )
-        if settings.float8.keep_swiglu_input == "float8":
-            f8sub.keep_swiglu_input_in_float8(model)
+        convert(model, settings)
         found = f8sub.conversion_report(model)
         report = "\n".join([f"float8: {found.summary}", *found.experts])
 

@@ -147,8 +147,9 @@ class Float8:
     keep_swiglu_input: Literal["high_precision", "float8"] = "high_precision"
     """"float8" rounds gate and up, so that compiled code saves a byte of each element for backward; it changes numbers:
     f8sub.keep_swiglu_input_in_float8."""
-    experts: FlagOrAuto = True
-    """Convert the experts of a mixture, too; "auto": those that gain with a rank's micro-batch: docs/experts.md."""
+    experts: FlagOrAuto = "auto"
+    """Convert the experts of a mixture that are predicted to gain with a rank's micro-batch: docs/experts.md. true
+    converts all of them, false none."""
     skip: tuple[str, ...] = ()
     """Globs over the names of layers that stay as they are, besides those that f8sub leaves by itself."""
     skip_defaults: Flag = True

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from f8sub_pretrain import model
 from f8sub_pretrain.checkpoint import MANIFEST
 from f8sub_pretrain.compare import commands, compare, hardware, noise_of, result, show, smooth, summarize
 from f8sub_pretrain.settings import parse
@@ -227,7 +228,7 @@ def test_a_smooth_line_is_the_mean_of_the_steps_so_far():
     assert smooth([0.0] * 5 + [1.0] * 20)[-1] == 1.0
 
 
-def test_the_next_steps_name_what_the_run_wrote(tmp_path):
+def test_the_next_steps_name_what_the_run_wrote(tmp_path, monkeypatch):
     run = tmp_path / "rowwise"
     (run / "checkpoints" / "step-00000014").mkdir(parents=True)
     settings = quick_settings(tmp_path, "--float8.recipe rowwise")
@@ -242,8 +243,17 @@ def test_the_next_steps_name_what_the_run_wrote(tmp_path):
     assert f"{export} --skip '*.k_proj':" in exported(changed(settings, "float8", skip=("*.k_proj",)))
     assert f"{export} --no-skip-defaults:" in exported(changed(settings, "float8", skip_defaults=False))
     mixture = changed(settings, "model", size="moe-debug")
-    assert f"{export} --experts:" in exported(mixture)
-    assert "export" not in exported(changed(mixture, "float8", experts="auto"))
+    assert f"{export}:" in exported(mixture)
+    assert f"{export} --experts:" in exported(changed(mixture, "float8", experts=True))
+    # Wide experts, which gain with so many tokens.
+    wide = {
+        **model.SIZES["moe-debug"],
+        "hidden_size": 4096,
+        "moe_intermediate_size": 8192,
+        "num_hidden_layers": 1,
+    }
+    monkeypatch.setitem(model.SIZES, "moe-debug", wide)
+    assert f"{export} --experts:" in exported(changed(mixture, "training", local_batch_size=512))
     for recipe in ("delayed", "nvfp4"):
         assert "export" not in exported(changed(settings, "float8", recipe=recipe))
     assert len(commands(settings, tmp_path / "none")) == 2

@@ -40,7 +40,7 @@ def full_weights(rank, world, settings):
 @pytest.mark.long
 @pytest.mark.parametrize("size", ["debug", "moe-debug"])
 def test_weights_depend_on_the_seed_alone(ranks, tmp_path, size):
-    of_size = f"--model.size {size}"
+    of_size = f"--model.size {size} --float8.experts true"
     plain = quick_settings(tmp_path, f"{of_size} --float8.enabled false")
     options = f"{of_size} --float8.recipe tensorwise --activation_checkpoint.mode full"
     float8 = quick_settings(tmp_path, options)
@@ -57,7 +57,7 @@ def test_weights_depend_on_the_seed_alone(ranks, tmp_path, size):
 def test_activation_checkpointing_changes_no_loss(ranks, tmp_path, size):
     found = {}
     for mode in ("none", "selective", "full"):
-        options = f"--training.steps 2 --model.size {size} --activation_checkpoint.mode {mode}"
+        options = f"--training.steps 2 --model.size {size} --float8.experts true --activation_checkpoint.mode {mode}"
         settings = quick_settings(tmp_path / mode, options)
         assert ranks(2, train, settings) == [True, True]
         found[mode] = losses(settings)

@@ -6,7 +6,7 @@ torchtitan's dispatchers of tokens then exchange tokens in float8.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -135,21 +135,28 @@ def _in_float8(
 _SEAMS = {"_dispatch_token_exchange": False, "_combine_token_exchange": True}
 """Methods of torchtitan 0.3's ``AllToAllTokenDispatcher`` that exchange tokens, and whether they combine."""
 
+_SUPPORTED = (
+    "f8sub knows torchtitan's AllToAllTokenDispatcher, its comm_backend 'standard', and classes that extend it, such "
+    "as TorchAOTokenDispatcher; your own code calls f8sub.exchange_tokens where it exchanges tokens"
+)
+
 
 def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> int:
-    """Have the dispatchers of a torchtitan model send tokens at one byte per element, and dy too.
+    """Have the dispatchers of a torchtitan model send tokens and dy at one byte per element.
 
-    Off unless it is called. See ``exchange_tokens`` for what is rounded; any other dispatcher calls that itself.
+    Off unless it is called. See ``exchange_tokens`` for what is rounded. Known are ``AllToAllTokenDispatcher`` of
+    torchtitan 0.3 and classes that extend it, such as ``TorchAOTokenDispatcher``. DeepEP, HybridEP and MinimalAsyncEP
+    send tokens by kernels of their own.
 
     Args:
-        model: with modules that have an ``AllToAllTokenDispatcher`` of torchtitan 0.3.
+        model: with modules that have dispatchers of torchtitan 0.3.
         recipe: that of the experts, as ``exchange_tokens`` takes it.
 
     Returns:
         How many dispatchers there are.
 
     Raises:
-        Float8ConfigError: there is none, or the recipe cannot be.
+        Float8ConfigError: there is none, or one that sends tokens by kernels of its own, or the recipe cannot be.
     """
     found = get_recipe(recipe)
     refuse_other_than_a_module("dispatch_tokens_in_float8", model)
@@ -158,20 +165,35 @@ def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> i
         wire_format(found, combine=combine)
     # By identity, because modules may share a dispatcher.
     dispatchers = {
-        id(value): value
-        for module in model.modules()
-        for value in vars(module).values()
-        if all(callable(getattr(value, name, None)) for name in _SEAMS)
+        id(value): (value, f"{fqn}.{name}".lstrip("."))
+        for fqn, module in model.named_modules()
+        for name, value in vars(module).items()
+        if _is_dispatcher(value)
     }
-    if not dispatchers:
-        raise Float8ConfigError(
-            "no module of the model has an AllToAllTokenDispatcher of torchtitan; call f8sub.exchange_tokens where "
-            "your own code exchanges tokens"
-        )
-    for dispatcher in dispatchers.values():
+    _refuse_others(dispatchers.values())
+    for dispatcher, _ in dispatchers.values():
         for name, combine in _SEAMS.items():
             setattr(dispatcher, name, functools.partial(_exchange, found, combine))
     return len(dispatchers)
+
+
+def _is_dispatcher(value: Any) -> bool:
+    """Return whether an attribute of a module dispatches tokens, by torchtitan's names of methods."""
+    return all(callable(getattr(value, name, None)) for name in ("dispatch", "combine", "wire_meshes"))
+
+
+def _refuse_others(dispatchers: Collection[tuple[Any, str]]) -> None:
+    """Refuse a model without dispatchers, and dispatchers whose exchanges f8sub cannot replace."""
+    if not dispatchers:
+        raise Float8ConfigError(
+            f"no module of the model has a dispatcher of tokens of torchtitan; {_SUPPORTED}"
+        )
+    for dispatcher, fqn in dispatchers:
+        if not all(callable(getattr(dispatcher, name, None)) for name in _SEAMS):
+            # torchtitan's dispatcher for one rank has no mesh.
+            is_local = not hasattr(dispatcher, "ep_mesh")
+            what = "sends no tokens to other ranks" if is_local else "sends tokens by kernels of its own"
+            raise Float8ConfigError(f"{fqn}, a {type(dispatcher).__name__}, {what}; {_SUPPORTED}")
 
 
 def _exchange(

@@ -1,5 +1,9 @@
 """Tokens that cross in float8: half the bytes, y and dx to the bit, dw but for the smallest elements."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,15 +145,34 @@ class Routed(nn.Module):
         return self.token_dispatcher.combine(routed * 2, metadata, x)
 
 
-def of_torchtitan(rank: int, world: int) -> tuple[int, bool, bool, list[str]]:
-    from torchtitan.distributed.utils import set_spmd_backend
+def padding(rank: int, world: int) -> tuple[int, bool, bool, list[str]]:
+    """torchao's dispatcher, which fills each expert's tokens up to multiples of 16; its indices by its CPU's code."""
+    from torchao.prototype.moe_training.ep import permute
+    from torchtitan.models.common.token_dispatcher import TorchAOTokenDispatcher
+
+    permute.generate_permute_indices = functools.partial(permute.generate_permute_indices, use_cpu=True)
+    config = TorchAOTokenDispatcher.Config(num_experts=4, top_k=2, pad_multiple=16)
+    return of_torchtitan(rank, world, lambda: TorchAOTokenDispatcher(config))
+
+
+def all_to_all(rank: int, world: int) -> tuple[int, bool, bool, list[str]]:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    return of_torchtitan(
+        rank,
+        world,
+        lambda: AllToAllTokenDispatcher(AllToAllTokenDispatcher.Config(num_experts=4, top_k=2)),
+    )
+
+
+def of_torchtitan(rank: int, world: int, make: Callable[[], Any]) -> tuple[int, bool, bool, list[str]]:
+    from torchtitan.distributed.utils import set_spmd_backend
 
     set_spmd_backend("partial_dtensor")  # spmd_types' own all-to-all of uneven rows fails on gloo
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     found = []
     for in_float8 in (False, True):
-        model = Routed(AllToAllTokenDispatcher(AllToAllTokenDispatcher.Config(num_experts=4, top_k=2)))
+        model = Routed(make())
         model.token_dispatcher.wire_meshes(ep_mesh=mesh)
         count = f8sub.dispatch_tokens_in_float8(model, "rowwise") if in_float8 else 0
         x = gaussian((12, WIDTH), generator(rank)).bfloat16()
@@ -170,9 +193,10 @@ def of_torchtitan(rank: int, world: int) -> tuple[int, bool, bool, list[str]]:
     return count, torch.equal(y, expected), 0 < float(error) < 0.05, refused
 
 
-def test_torchtitans_dispatchers(ranks):
+@pytest.mark.parametrize("body", [all_to_all, padding])
+def test_torchtitans_dispatchers(ranks, body):
     pytest.importorskip("torchtitan.models.common.token_dispatcher")
-    for count, same_y, near_dx, refused in ranks(2, of_torchtitan):
+    for count, same_y, near_dx, refused in ranks(2, body):
         assert count == 1
         assert same_y
         assert near_dx
@@ -180,3 +204,27 @@ def test_torchtitans_dispatchers(ranks):
             refused, ("AllToAllTokenDispatcher", "a power of two", "by input_splits"), strict=True
         ):
             assert words in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("DeepEPTokenDispatcher", "sends tokens by kernels of its own"),
+        ("HybridEPTokenDispatcher", "sends tokens by kernels of its own"),
+        ("MinimalAsyncEPTokenDispatcher", "sends tokens by kernels of its own"),
+        ("LocalTokenDispatcher", "sends no tokens to other ranks"),
+    ],
+)
+def test_dispatchers_of_other_kernels_are_refused_before_any_is_changed(kind, words):
+    """Their own constructors want packages or GPUs that are not here."""
+    titan = pytest.importorskip("torchtitan.models.common.token_dispatcher")
+    known = titan.AllToAllTokenDispatcher(titan.AllToAllTokenDispatcher.Config(num_experts=4, top_k=2))
+    other = object.__new__(getattr(titan, kind))
+    if kind != "LocalTokenDispatcher":
+        other.ep_mesh = None
+    model = nn.ModuleDict({"layer": Routed(known), "other": Routed(other)})
+    message = refusal(f8sub.Float8ConfigError, f8sub.dispatch_tokens_in_float8, model, "rowwise")
+    assert message.startswith(f"other.token_dispatcher, a {kind}, {words}")
+    assert "AllToAllTokenDispatcher" in message
+    assert "f8sub.exchange_tokens" in message
+    assert "_dispatch_token_exchange" not in vars(known)

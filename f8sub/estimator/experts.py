@@ -128,7 +128,7 @@ class Gains:
 
     def __init__(self, gpu: Gpu | None, tokens: float | None) -> None:
         self._gpu, self._tokens = gpu or gpu_here(), tokens
-        self._found: dict[tuple["Recipe", tuple[Product, ...]], ExpertGain] = {}
+        self._found: dict[tuple[Recipe, tuple[Product, ...]], ExpertGain] = {}
 
     def of(self, products: Sequence[Product], recipe: "Recipe") -> ExpertGain:
         """Return ``gain_of`` the weights of one module."""

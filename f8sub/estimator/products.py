@@ -125,11 +125,11 @@ class Shapes:
                 found.setdefault(product.block, []).append(product)
         return found
 
-    def option_of_experts(self, tokens: int) -> str:
+    def option_of_experts(self, tokens: float) -> str:
         """Return the argument by which ``convert_to_float8`` converts these experts; empty where there is none."""
         if self.experts is None or not any(product.experts for product in self.products):
             return ""
-        return f", tokens={tokens}" if self.experts == EXPERTS else f", experts={self.experts!r}"
+        return f", tokens={tokens:.0f}" if self.experts == EXPERTS else f", experts={self.experts!r}"
 
     @property
     def outside(self) -> list[Product]:

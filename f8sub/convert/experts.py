@@ -58,16 +58,21 @@ class ExpertsChoice:
             # First what costs nothing to know; a filter function may take linear layers alone.
             reason = why_not_experts(module) or (None if recipe is None else self._why_left(fqn, recipe))
             return reason or self._why_not_asked(fqn, selection)
-        if self._options.get("primary_weights") and recipe is not None:
-            refuse_delayed(fqn or ROOT, recipe)
+        if recipe is not None:
+            self._check_past(fqn, recipe)
         return selection.why_not_asked(module, fqn) or why_not_experts(module)
+
+    def _check_past(self, fqn: str, recipe: Recipe) -> None:
+        if self._options.get("primary_weights"):
+            refuse_delayed(fqn or ROOT, recipe)
 
     def _why_left(self, fqn: str, recipe: Recipe) -> str | None:
         """Return why ``experts="auto"`` leaves a module that can be converted; None where it does not."""
         if not (gain := self.gain(fqn, recipe)).gains:
             return why_left(gain)
         # What was not asked for is no error.
-        refused = refusal_of(self.plan, fqn, recipe) or slow_products(recipe, self._backend)
+        refused = refusal_of(self._check_past, fqn, recipe) or refusal_of(self.plan, fqn, recipe)
+        refused = refused or slow_products(recipe, self._backend)
         return refused and f'experts="auto": {refused}'
 
     def _why_not_asked(self, fqn: str, selection: Selection) -> str | None:

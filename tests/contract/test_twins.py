@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.diagnostics.bytes import byte_account, expert_bytes
+from f8sub.estimator import experts as estimated
+from f8sub.experts.module import Float8Experts
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts, experts_of, of_transformers
 from tests.experts.ranks.test_experts_sharded import TransposedExperts
@@ -87,6 +89,10 @@ def _of_transformers() -> nn.Module:
     return experts_of(of_transformers("qwen3_moe").float())[0]
 
 
+ASKED: dict[str, Any] = {"experts": True}
+"""How experts are asked for."""
+
+
 class Form(NamedTuple):
     """A kind of module, how it is called, its weights' names, and how deep it multiplies."""
 
@@ -98,7 +104,7 @@ class Form(NamedTuple):
         return Model(self.make(), self.call)
 
     def converted(self, recipe: Any = "rowwise", **options: Any) -> Model:
-        return f8sub.convert_to_float8(self.plain(), recipe, experts=True, skip_defaults=False, **options)
+        return f8sub.convert_to_float8(self.plain(), recipe, skip_defaults=False, **ASKED, **options)
 
     @property
     def is_linear(self) -> bool:
@@ -199,7 +205,7 @@ def sensitivity(form: Form) -> None:
 
 
 def compare(form: Form) -> None:
-    batch, options = [x_of().detach()], {"experts": True, "skip_defaults": False}
+    batch, options = [x_of().detach()], {**ASKED, "skip_defaults": False}
     loss_of = lambda model, x: model(x).square().mean()  # noqa: E731
     found = f8sub.compare(form.plain(), batch, "rowwise", loss_of=loss_of, **options)
     assert set(found.losses) > {"rowwise"}
@@ -388,7 +394,7 @@ def swiglu_input(form: Form) -> None:
 def estimate(form: Form) -> None:
     """Bytes on the wire are those of codes, of a model that is converted or is to be."""
     for model in (form.plain(), form.converted()):
-        assert "rowwise" in str(f8sub.estimate(model, "rowwise", experts=True, gpus="H200"))
+        assert "rowwise" in str(f8sub.estimate(model, "rowwise", gpus="H200", **ASKED))
 
 
 def parametrized(form: Form) -> None:
@@ -410,7 +416,7 @@ def another_device(form: Form) -> None:
     """A plan that was made for another device is made anew at the first call there."""
     with torch.device("meta"):
         model = form.plain()
-    f8sub.convert_to_float8(model, "rowwise", experts=True, skip_defaults=False)
+    f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, **ASKED)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), form.plain().parameters(), strict=True):
@@ -449,3 +455,44 @@ FEATURES = [
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_a_feature_holds_for_both(feature, form):
     feature(form)
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "linear"])
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
+def test_a_feature_holds_for_experts_that_the_default_converts(feature, form, monkeypatch):
+    """With a number of tokens that is not known, of which one is enough."""
+    monkeypatch.delitem(ASKED, "experts")
+    monkeypatch.setattr(
+        estimated,
+        "gain_of",
+        lambda products, recipe, gpu, tokens: estimated.ExpertGain(recipe.name, gpu.name, None, 2.0, 1, 1),
+    )
+    assert isinstance(FORMS[form].converted().layer, Float8Experts)
+    feature(FORMS[form])
+
+
+def test_features_leave_experts_that_the_default_leaves():
+    """In high precision beside a converted layer: no rows, no codes, and NaN in them is found."""
+    model = nn.Sequential(seed_weights(nn.Linear(WIDTH, WIDTH)), FORMS["grouped_linear"].plain())
+    plain = copy.deepcopy(model)
+    f8sub.convert_to_float8(model, "rowwise", skip_defaults=False)
+    experts = model[1].layer
+    assert type(experts) is OwnExperts
+    with f8sub.Monitor(model, every=1) as watch:
+        results(model)
+    watch.flush()
+    assert {row.layer for row in watch.rows} == {"0"}
+    found = f8sub.sensitivity(model, lambda model: model(x_of()).square().mean())
+    assert [row.fqn for row in found.layers] == ["0"]
+    exported, _ = f8sub.float8_state_dict(model, dtype=torch.float32)
+    assert {name for name, value in exported.items() if value.dtype is torch.float8_e4m3fn} == {"0.weight"}
+    assert list(model.state_dict()) == list(plain.state_dict())
+    high = results(model, f8sub.autocast(enabled=False))
+    assert equal(high, results(f8sub.convert_from_float8(copy.deepcopy(model)))) or equal(
+        high, results(plain)
+    )
+    with torch.no_grad():
+        experts.down.view(-1)[3] = torch.nan
+    with f8sub.find_nonfinite(model) as search:
+        model(x_of())
+    assert str(search).startswith("w of 1.layer")

@@ -74,7 +74,9 @@ LEARNING_RATE = 3e-4
 EVAL_BATCHES = 256
 ON_CPU: dict[str, Any] = {"training.seq_len": 128, "training.local_batch_size": 4, "training.device": "cpu"}
 ON_GPU: dict[str, Any] = {"training.seq_len": 512, "training.local_batch_size": 32, "eval.batches": 32}
-SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU, "120m": ON_GPU, "moe-120m": ON_GPU}
+# Numbers are compared, also of experts that are too narrow to gain time.
+EXPERTS = {"float8.experts": "true"}
+SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU | EXPERTS, "120m": ON_GPU, "moe-120m": ON_GPU | EXPERTS}
 """How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2; and both of
 120M, 4 of 32 experts, which want a GPU."""
 SMOOTHED_STEPS = 20
@@ -206,8 +208,6 @@ def settings(run: Run, steps: int, size: str = "debug", lr: float = LEARNING_RAT
         chosen["float8.enabled"] = "false"
     else:
         chosen["float8.recipe"] = run.arm.split("-")[0]
-        # Numbers are compared, also where experts are too small to gain time.
-        chosen["float8.experts"] = "true"
         for ending, (option, value) in VARIANTS.items():
             if run.arm.endswith(ending):
                 chosen[option] = value

@@ -54,6 +54,8 @@ def test_arms_differ_in_precision_alone():
     assert options("rowwise")["--float8.recipe"] == "rowwise"
     assert options("bf16")["--float8.enabled"] == options("float32")["--float8.enabled"] == "false"
     assert options("torchao-rowwise") == options("bf16")
+    experts = loss_compare.settings(Run("rowwise", 1), 10, "moe-debug")
+    assert experts[experts.index("--float8.experts") + 1] == "true"
     halves = options("bf16-halves")
     assert halves["--float8.enabled"] == "false"
     for name, times in {

@@ -88,7 +88,7 @@ def test_gemms_in_high_precision_stage_what_the_others_read(keep):
 
 def test_a_recipe_of_finer_tiles_cannot_be_delayed():
     rowwise = f8sub.get_recipe("rowwise")
-    with pytest.raises(f8sub.Float8ConfigError, match=r"one scale a tensor, but x is read as"):
+    with pytest.raises(f8sub.Float8ConfigError, match=r"one scale per tensor, but x is read as"):
         dataclasses.replace(rowwise, delayed=f8sub.get_recipe("delayed").delayed)
 
 

@@ -95,7 +95,7 @@ def _converted(model: Any, options: Options, tokens: int | None) -> Any:
     for states in model.modules():
         if isinstance(states, ScalingStates):
             # torchtitan asks every module of a model for its protocol, such as how to initialize.
-            states.__class__ = ModuleList
+            states.__class__ = _TitanScalingStates
             for state in states:
                 state.__class__ = _TitanScalingState
     logger.info(f"f8sub: {conversion_report(model).summary}")
@@ -145,6 +145,10 @@ def _attach_when_optimizers_are_built(model: Any) -> None:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     # A class of this model's own, because torchtitan calls the hook on the class.
     model.__class__ = type(cls.__name__, (cls,), {**names, _HOOKS: classmethod(hooks)})
+
+
+class _TitanScalingStates(ScalingStates, ModuleList):
+    """The states of a layer, as torchtitan's protocol wants every module."""
 
 
 class _TitanScalingState(ScalingState, Module):

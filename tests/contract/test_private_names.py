@@ -16,7 +16,9 @@ ACCEPTED = {
     # torch's documentation lists them, with what they do.
     "torch._foreach_add_",
     "torch._foreach_copy_",
+    "torch._foreach_mul_",
     "torch._foreach_norm",
+    "torch._foreach_sub_",
     "torch._foreach_zero_",
     # Operators, by whose schemas dispatch, exported programs and other backends go.
     "aten._pin_memory",
@@ -32,12 +34,12 @@ OF_OBJECTS = {
     # nn.Module's, and in its pickles; hooks are what a user may have set.
     *("_buffers", "_compiled_call_impl", "_modules", "_non_persistent_buffers_set", "_parameters"),
     *("_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks"),
-    # Optimizer's: the hooks that register_step_post_hook made, and what a GradScaler asks for.
-    *("_optimizer_step_post_hooks", "_step_supports_amp_scaling"),
+    # Optimizer's: the hooks that register_step_pre_hook and _post_hook made, and what a GradScaler asks for.
+    *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_step_supports_amp_scaling"),
     # An operator's: what it is given and what it writes to.
     "_schema",
     # Python's, torchtitan's and transformers'.
-    *("_apply_gate", "_asdict", "_from_config", "_getframe", "_manager", "_warmup_remaining"),
+    *("_actions", "_apply_gate", "_asdict", "_from_config", "_getframe", "_manager", "_warmup_remaining"),
     "_weight_conversions",
 }
 

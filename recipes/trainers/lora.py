@@ -1,4 +1,4 @@
-"""LoRA over a float8 base with PEFT and transformers' ``Trainer``: the frozen base is codes alone, 1 byte an element.
+"""LoRA over a float8 base with PEFT and transformers' ``Trainer``: the frozen base is codes alone, 1 byte per element.
 
     python recipes/trainers/lora.py
 

@@ -1,4 +1,4 @@
-"""Send the training's own float8 weights to an inference engine after every step: 1 byte an element, no second cast.
+"""Send the training's own float8 weights to an inference engine after every step: 1 byte per element, no second cast.
 
     torchrun --nproc-per-node 3 recipes/trainers/rl_weight_sync.py
 
@@ -11,13 +11,13 @@ Runs on CPUs, and on GPUs with ``--nproc-per-node`` one more than ranks that tra
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from f8sub_engine import Engine, digest
 from f8sub_example import Tokens, build_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,35 +26,6 @@ import f8sub
 
 STEPS = 20
 BF16 = torch.bfloat16
-
-
-class Engine:
-    """What vLLM's model runner is to a trainer: it loads names and tensors as they are in a checkpoint."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.bytes = 0
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take new weights."""
-        self.bytes = 0
-        for name, tensor in weights:
-            self.weights[name] = tensor
-            self.bytes += tensor.nbytes
-
-    def digests(self) -> dict[str, str]:
-        """A digest of the values that each float8 layer multiplies."""
-        found = {}
-        for name, scale in self.weights.items():
-            if name.endswith("weight_scale"):
-                fqn = name.removesuffix(".weight_scale")
-                found[fqn] = digest(self.weights[f"{fqn}.weight"].float() * scale)
-        return found
-
-
-def digest(values: torch.Tensor) -> str:
-    """Of a tensor's values in float32."""
-    return hashlib.sha256(values.float().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 class Policy:

@@ -3,7 +3,7 @@
     python recipes/trainers/trl_sft_grpo.py
 
 Both trainers are the Trainer of transformers, so one callback is all. In GRPO a second callback sends the weights to an
-engine after every step, at 1 byte an element and without a second cast, as rl_weight_sync.py does under FSDP2.
+engine after every step, at 1 byte per element and without a second cast, as rl_weight_sync.py does under FSDP2.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import datasets
 import torch
 import transformers
 import trl
+from f8sub_engine import Engine
 from f8sub_example import VOCABULARY, Tokens, build_model
-from rl_weight_sync import Engine
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import f8sub

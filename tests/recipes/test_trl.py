@@ -15,7 +15,7 @@ if importlib.util.find_spec("trl") is None:
     )
 
 import trl_sft_grpo
-from rl_weight_sync import Engine, digest
+from f8sub_engine import Engine, digest
 
 STEPS = 3
 ON_CPU = {"use_cpu": True, "bf16": False}

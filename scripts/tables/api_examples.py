@@ -527,9 +527,8 @@ def integrations_transformers_Float8Callback():
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
     )
     arguments = TrainingArguments(report_to="none")
-    trainer = Trainer(
-        model=LlamaForCausalLM(config), args=arguments, callbacks=[Float8Callback("tensorwise")]
-    )
+    model = LlamaForCausalLM(config)
+    trainer = Trainer(model=model, args=arguments, callbacks=[Float8Callback("tensorwise")])
 
 
 def integrations_transformers_Float8TrainingConfig():
@@ -541,9 +540,8 @@ def integrations_transformers_Float8TrainingConfig():
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
     )
     LlamaForCausalLM(config).save_pretrained("llama")
-    model = AutoModelForCausalLM.from_pretrained(
-        "llama", quantization_config=Float8TrainingConfig("tensorwise")
-    )
+    float8 = Float8TrainingConfig("tensorwise")
+    model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=float8)
 
 
 def optim_MasterWeights():

@@ -167,7 +167,7 @@ REFUSED = {
         "high_precision",
         "whose amax DelayedScaling takes",
     ),
-    "no such word": ("tensorwise", "bf16", "none of 'auto', 'float8', 'high_precision', 'recompute'"),
+    "no such word": ("tensorwise", "bf16", "choose one of auto, float8, high_precision, recompute"),
     "no pattern": ("tensorwise", {3: "auto"}, "keep_x for layers goes by glob patterns.*got 3"),
 }
 

@@ -314,9 +314,15 @@ class Trainer:
             loss += self.model.router_aux_loss_coef * balance
         return loss
 
-    @torch.no_grad()
     def evaluate(self) -> None:
         """Write the mean loss on the first batches of the documents kept aside."""
+        loss = self.held_out_loss()
+        self.metrics.write({"step": self.step, "eval_loss": loss, "time": time.time()})
+        self.metrics.say(f"{self.metrics.title}  step {self.step}  eval loss {loss:.4f}")
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Give the mean loss of all ranks on the first batches of the documents kept aside."""
         data = PackedSequences(self.settings, self.tokenizer, "eval", self.rank, self.world_size)
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -325,9 +331,7 @@ class Trainer:
         self.model.train()
         self.model.reshard()  # backward, which would do it, does not follow
         dist.all_reduce(total)
-        loss = total.item() / self.settings.eval.batches / self.world_size
-        self.metrics.write({"step": self.step, "eval_loss": loss, "time": time.time()})
-        self.metrics.say(f"{self.metrics.title}  step {self.step}  eval loss {loss:.4f}")
+        return total.item() / self.settings.eval.batches / self.world_size
 
     def tokens_per_step(self) -> int:
         """Give the tokens that all ranks together train on in a step."""
@@ -418,7 +422,7 @@ class StopRequest:
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Give the learning rate of a step: linear warmup, then a cosine.
+    """Give the learning rate of a step: linear warmup, a constant rate, then a cosine.
 
     Args:
         settings: Peak rate, warmup, floor and length of the run.
@@ -430,7 +434,9 @@ def learning_rate(settings: Settings, step: int) -> float:
     peak, schedule = settings.optimizer.lr, settings.lr_scheduler
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
-    done = (step - schedule.warmup_steps) / max(1, settings.training.steps - schedule.warmup_steps)
+    steps = settings.training.steps
+    start = max(schedule.warmup_steps, steps - round(schedule.decay_ratio * steps))
+    done = max(0, step - start) / max(1, steps - start)
     cosine = 0.5 * (1 + math.cos(math.pi * done))
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * cosine)
 

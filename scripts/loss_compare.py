@@ -9,12 +9,18 @@ a batch's halves. Runs are those of ``recipes/pretrain.py``, torchao's those of 
 The gap is that of the logarithms of the losses, in per cent; its interval is that of a randomized block design (blocks
 are seeds): log loss = arm + seed + noise, the noise pooled over all arms, 95 % by Student's t.
 
+``--shared-steps N`` has the noise of a training's chaotic start taken out: the first N steps of each seed are trained
+once, in bf16, at a constant rate, and every arm starts from that checkpoint and lets its rate decay over ``--steps``.
+Arms may then be changes of a recipe, too, such as ``tensorwise+fprop``, and the final weights' loss is measured in
+several forward passes: ``scripts/bench/pretrain_arm.py`` lists both.
+
 Finished runs are kept and not trained again; runs that are missing are trained, ``--jobs`` at a time, each on one GPU
 if there is any.
 
     python scripts/loss_compare.py --recipes tensorwise rowwise --seeds 0 1 2 --write-docs
     python scripts/loss_compare.py --size moe-debug --recipes tensorwise rowwise  # a Qwen3-MoE, experts in float8, too
     python scripts/loss_compare.py --size 120m --recipes tensorwise --steps 600 --jobs 8  # on GPUs
+    python scripts/loss_compare.py --size 120m --recipes tensorwise tensorwise+fprop --shared-steps 2000 --steps 400
 
 Runs that were trained elsewhere, by torchtitan for one, are compared by what they logged: give an arm's name and its
 runs, in the same order of seeds. Where nothing was held out, it is the mean of the last tenth of the training losses.
@@ -57,8 +63,11 @@ from scripts.table import ROOT, Table, finish, parser
 
 TRAINER = ROOT / "recipes" / "pretrain.py"
 PEER = ROOT / "scripts" / "bench" / "pretrain_torchao.py"
+ARM = ROOT / "scripts" / "bench" / "pretrain_arm.py"
 PEERS = ("torchao-tensorwise", "torchao-rowwise")
 BASELINE = "bf16"
+SHARED = "shared"
+"""The run that trains the steps that all arms of a seed have in common."""
 YARDSTICK = "float32"
 HALVES = "bf16-halves"
 VARIANTS = {
@@ -182,67 +191,115 @@ class Run(NamedTuple):
     seed: int
 
 
-def settings(run: Run, steps: int, size: str = "debug", lr: float = LEARNING_RATE) -> list[str]:
+class Protocol(NamedTuple):
+    """How every arm is trained.
+
+    Attributes:
+        steps: Trained by each arm.
+        size: One of ``SIZES``.
+        lr: The highest learning rate.
+        shared_steps: Trained once for all arms of a seed, before those.
+        compiled: With torch.compile.
+        source: The text, as recipes/pretrain.py names it.
+    """
+
+    steps: int
+    size: str = "debug"
+    lr: float = LEARNING_RATE
+    shared_steps: int = 0
+    compiled: bool = False
+    source: str = "stdlib"
+
+    def total(self, run: Run) -> int:
+        """The step at which a run ends."""
+        return self.shared_steps + (self.steps if run.arm != SHARED else 0)
+
+    @property
+    def checkpoint(self) -> str:
+        """The name that recipes/pretrain.py gives the checkpoint of the shared steps."""
+        return f"step-{self.shared_steps:08d}"
+
+
+def settings(run: Run, protocol: Protocol) -> list[str]:
     """The command line of ``recipes/pretrain.py``: one to three minutes on two idle cores but for the size of a GPU."""
+    kind = SIZES[protocol.size]
+    total = protocol.total(run)
     chosen = {
-        "model.size": size,
-        "training.steps": steps,
+        "model.size": protocol.size,
+        "training.steps": total,
         "training.seed": run.seed,
-        **SIZES[size],
-        "optimizer.lr": lr,
+        **kind,
+        "optimizer.lr": protocol.lr,
         "lr_scheduler.warmup_steps": 40,
         "lr_scheduler.min_lr_factor": 0.0,
-        "eval.interval": steps,
+        "eval.interval": total,
         "eval.batches": min(
-            SIZES[size].get("eval.batches", EVAL_BATCHES), 2 * steps
+            kind.get("eval.batches", EVAL_BATCHES), 2 * total
         ),  # a trial of a few steps needs no more
         "metrics.tensorboard": "false",
     }
+    if protocol.source != "stdlib":
+        chosen["data.source"] = protocol.source
+    if protocol.compiled:
+        chosen["compile.enabled"] = "true"
+    if run.arm == SHARED:
+        chosen |= {"lr_scheduler.decay_ratio": 0.0, "checkpoint.interval": total}
+    elif protocol.shared_steps:
+        chosen["lr_scheduler.decay_ratio"] = protocol.steps / total
+        chosen["checkpoint.resume"] = protocol.checkpoint
     if run.arm == YARDSTICK:
         chosen["training.dtype"] = "float32"
     if run.arm == HALVES:
         chosen["training.gradient_accumulation_steps"] = 2
         chosen["training.local_batch_size"] //= 2
         chosen["eval.batches"] *= 2
-    if run.arm in (BASELINE, YARDSTICK, HALVES, *PEERS):
+    if run.arm in (BASELINE, YARDSTICK, HALVES, SHARED, *PEERS):
         chosen["float8.enabled"] = "false"
     else:
-        chosen["float8.recipe"] = run.arm.split("-")[0]
+        chosen["float8.recipe"] = run.arm.partition("+")[0].split("-")[0]
         for ending, (option, value) in VARIANTS.items():
             if run.arm.endswith(ending):
                 chosen[option] = value
     return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
 
 
+def program(run: Run, protocol: Protocol) -> list[str]:
+    """What trains an arm: the first words of its command line."""
+    if run.arm in PEERS:
+        return [str(PEER), run.arm.removeprefix("torchao-")]
+    measures_forwards = protocol.shared_steps and run.arm not in (SHARED, HALVES, YARDSTICK)
+    if "+" in run.arm or (measures_forwards and not run.arm.endswith(tuple(VARIANTS))):
+        return [str(ARM), run.arm]
+    return [str(TRAINER)]
+
+
 class Results:
     """Finished runs, one JSON file each."""
 
-    def __init__(self, folder: Path, steps: int, size: str = "debug", lr: float = LEARNING_RATE) -> None:
+    def __init__(self, folder: Path, protocol: Protocol) -> None:
         self.folder = folder
-        self.steps = steps
-        self.size = size
-        self.lr = lr
+        self.protocol = protocol
 
     def load(self, run: Run) -> dict[str, Any] | None:
         """What ``train`` kept of a run with these settings; None if it has to be trained."""
         path = self._path(run)
-        if not path.exists():
+        lacks_checkpoint = (
+            run.arm == SHARED and not (self._dump(run) / "checkpoints" / self.protocol.checkpoint).is_dir()
+        )
+        if not path.exists() or lacks_checkpoint:
             return None
         kept: dict[str, Any] = json.loads(path.read_text())
-        return kept if kept["settings"] == self._settings(run) else None
+        return kept if kept["settings"] == settings(run, self.protocol) else None
 
     def train(self, run: Run, on_step: Callable[[int], None], slot: int = 0) -> dict[str, Any]:
         """Train in a process of its own, keep its losses and return them; GPUs are taken in turn by the slots."""
-        chosen, dump, started = (
-            self._settings(run),
-            self._path(run).with_suffix(""),
-            time.monotonic(),
-        )
+        chosen, dump, started = settings(run, self.protocol), self._dump(run), time.monotonic()
         shutil.rmtree(dump, ignore_errors=True)
         dump.mkdir(parents=True)
         lines, log = dump / "metrics.jsonl", dump / "log.txt"
-        program = [str(PEER), run.arm.removeprefix("torchao-")] if run.arm in PEERS else [str(TRAINER)]
-        command = [sys.executable, *program, "--job.dump_folder", str(dump), *chosen]
+        if self.protocol.shared_steps and run.arm != SHARED:
+            self._start_from(Run(SHARED, run.seed), dump)
+        command = [sys.executable, *program(run, self.protocol), "--job.dump_folder", str(dump), *chosen]
         environment = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive", **os.environ}
         if torch.cuda.device_count():
             every = ",".join(map(str, range(torch.cuda.device_count())))
@@ -266,17 +323,32 @@ class Results:
             "seconds": time.monotonic() - started,
             "losses": list(recorded.training.values()),
             "eval_loss": recorded.held_out,
+            **forwards_of(lines),
         }
         partial = self._path(run).with_suffix(".partial")
         partial.write_text(json.dumps(kept) + "\n")
         partial.replace(self._path(run))
         return kept
 
-    def _settings(self, run: Run) -> list[str]:
-        return settings(run, self.steps, self.size, self.lr)
+    def _start_from(self, shared: Run, dump: Path) -> None:
+        """Show the shared steps' checkpoint to a run that resumes from it."""
+        there, here = (
+            folder / "checkpoints" / self.protocol.checkpoint for folder in (self._dump(shared), dump)
+        )
+        here.parent.mkdir()
+        here.symlink_to(there.resolve(), target_is_directory=True)
 
     def _path(self, run: Run) -> Path:
         return self.folder / f"{run.arm}-seed{run.seed}.json"
+
+    def _dump(self, run: Run) -> Path:
+        return self._path(run).with_suffix("")
+
+
+def forwards_of(lines: Path) -> dict[str, dict[str, float]]:
+    """The held-out losses of the final weights by forward pass, where a run measured them."""
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    return next(({"forwards": record["forwards"]} for record in records if "forwards" in record), {})
 
 
 def train_missing(results: Results, runs: list[Run], jobs: int = 1) -> None:
@@ -293,12 +365,13 @@ def train_missing(results: Results, runs: list[Run], jobs: int = 1) -> None:
             if stopped.is_set():
                 return
             slot, name = slots.get(), f"{run.arm}, seed {run.seed}"
-            task = bar.add_task(name, total=results.steps)
+            task = bar.add_task(name, total=results.protocol.total(run))
 
             def show(step: int) -> None:
                 if stopped.is_set():
-                    raise InterruptedError(f"{name}: another run failed, or the script was stopped")
-                bar.update(task, completed=step)
+                    raise InterruptedError(f"{name}: the script was stopped")
+                start = 0 if run.arm == SHARED else results.protocol.shared_steps
+                bar.update(task, completed=start + step)
 
             try:
                 kept = results.train(run, show, slot)
@@ -307,11 +380,17 @@ def train_missing(results: Results, runs: list[Run], jobs: int = 1) -> None:
                 bar.remove_task(task)
             bar.console.print(f"{name}: {kept['eval_loss']:.4f} in {kept['seconds']:.0f} s")
 
+        failed = []
         try:
             for done in as_completed(pool.submit(train, run) for run in runs if results.load(run) is None):
-                done.result()
+                if (error := done.exception()) is not None:
+                    bar.console.print(f"[red]{str(error).splitlines()[0]}")
+                    failed.append(error)
         finally:
             stopped.set()
+    if failed:
+        # The others are kept, and need not be trained again.
+        raise failed[0]
 
 
 @functools.cache
@@ -383,6 +462,17 @@ def table(figures: dict[str, Any]) -> Table:
     return Table(f"{figures['measure']} after {figures['steps']} steps", columns, rows)
 
 
+def forwards_table(figures: dict[str, Any]) -> Table:
+    """Gaps of the same weights by what their forward pass is computed in, per cent of bf16's of those weights."""
+    rows = []
+    for arm, seeds in figures["forwards"].items():
+        for forward in seeds[0]:
+            found = [100 * math.log(seed[forward] / seed["bf16"]) for seed in seeds]
+            mean = math.fsum(found) / len(found)
+            rows.append([arm, forward, f"{mean:+.3f} %", " ".join(f"{one:+.3f}" for one in found)])
+    return Table("Held-out loss of the final weights", ["trained", "forward", "mean", "by seed"], rows)
+
+
 def interval(gap: dict[str, float | None]) -> str:
     half_width = "" if gap["half_width_percent"] is None else f" ± {gap['half_width_percent']:.2f}"
     return f"{gap['gap_percent']:+.2f}{half_width} %"
@@ -423,10 +513,21 @@ def smoothed(losses: list[list[float]]) -> torch.Tensor:
 def main() -> None:
     made = parser(__doc__, "loss_compare")
     ours = f8sub.recipe_names()
-    made.add_argument("--recipes", nargs="+", default=ours, choices=[*ours, *PEERS])
+    made.add_argument(
+        "--recipes",
+        nargs="+",
+        default=ours,
+        type=arm_name,
+        help=f"{', '.join([*ours, *PEERS])}, or a change of one, as scripts/bench/pretrain_arm.py lists them",
+    )
     made.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     made.add_argument("--steps", type=int, default=200)
     made.add_argument("--lr", type=float, default=LEARNING_RATE, help="the highest learning rate")
+    made.add_argument(
+        "--shared-steps", type=int, default=0, help="trained once, in bf16, before every arm's own"
+    )
+    made.add_argument("--source", default="stdlib", help="the text, as recipes/pretrain.py names it")
+    made.add_argument("--compile", action="store_true", help="train with torch.compile")
     made.add_argument("--jobs", type=int, default=1, help="runs that are trained at a time")
     made.add_argument("--head", action="store_true", help="each recipe with the output head in float8, too")
     made.add_argument("--swiglu", action="store_true", help="each recipe with SwiGLU's input in float8, too")
@@ -454,6 +555,8 @@ def main() -> None:
     else:
         figures = trained(arguments)
     finish(arguments, figures, table(figures))
+    if "forwards" in figures:
+        forwards_table(figures).show()
     draw(figures, arguments.folder / "loss.png")
     print(f"Plot: {arguments.folder / 'loss.png'}")
 
@@ -462,7 +565,18 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of the runs that the command line asks for, once those that are missing are trained."""
     # As Ctrl-C does: with the run it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    results, seeds = Results(arguments.folder, arguments.steps, arguments.size, arguments.lr), arguments.seeds
+    protocol = Protocol(
+        arguments.steps,
+        arguments.size,
+        arguments.lr,
+        arguments.shared_steps,
+        arguments.compile,
+        arguments.source,
+    )
+    results, seeds = Results(arguments.folder, protocol), arguments.seeds
+    if protocol.shared_steps:
+        shared = [Run(SHARED, seed) for seed in seeds]
+        train_missing(results, shared, arguments.jobs)
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
     variants = [recipe + ending for ending in endings for recipe in arguments.recipes if recipe not in PEERS]
     yardstick = HALVES if SIZES[arguments.size] is ON_GPU else YARDSTICK
@@ -474,7 +588,19 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
         for arm, runs in kept.items()
     }
     seconds = {arm: [run["seconds"] for run in runs if run] for arm, runs in kept.items()}
-    return {**report(arms, seeds), "seconds": seconds}
+    forwards = {
+        arm: [run["forwards"] for run in runs if run and "forwards" in run] for arm, runs in kept.items()
+    }
+    more = {"forwards": {arm: found for arm, found in forwards.items() if found}}
+    return {**report(arms, seeds), "seconds": seconds, **(more if more["forwards"] else {})}
+
+
+def arm_name(word: str) -> str:
+    """A recipe's name, one of torchao's, or a change of a recipe, checked where that is made."""
+    base = word.partition("+")[0]
+    if base not in (*f8sub.recipe_names(), *PEERS):
+        raise argparse.ArgumentTypeError(f"no recipe {base!r}; there are {[*f8sub.recipe_names(), *PEERS]}")
+    return word
 
 
 if __name__ == "__main__":

@@ -102,9 +102,12 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduler:
-    """Linear warmup, then a cosine down to ``min_lr_factor`` of the rate."""
+    """Linear warmup, a constant rate if asked for, then a cosine down to ``min_lr_factor`` of the rate."""
 
     warmup_steps: int = 10
+    decay_ratio: float = 1.0
+    """The share of all steps over which the rate decays at the end, torchtitan's name; 1: all steps after the warmup;
+    0: none."""
     min_lr_factor: float = 0.1
 
 
@@ -364,6 +367,9 @@ def _check_ranges(settings: Settings) -> None:
         value = getattr(getattr(settings, section), key)
         if not value >= minimum:
             raise SettingsError(f"{name} = {value}: must be at least {minimum}.")
+    ratio = settings.lr_scheduler.decay_ratio
+    if not 0 <= ratio <= 1:
+        raise SettingsError(f"lr_scheduler.decay_ratio = {ratio}: must be between 0 and 1.")
     if settings.compare == "bf16" and not settings.float8_recipe:
         raise SettingsError(
             "--compare bf16 trains in float8 first, but float8 is off (float8.enabled = "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts import loss_compare
-from scripts.loss_compare import Results, Run, arms_of, read_run
+from scripts.loss_compare import Protocol, Results, Run, arms_of, read_run
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_two_arms_are_a_paired_t_interval():
 
 def test_arms_differ_in_precision_alone():
     def options(arm: str) -> dict[str, str]:
-        words = loss_compare.settings(Run(arm, 1), 10)
+        words = loss_compare.settings(Run(arm, 1), Protocol(10))
         return dict(zip(words[::2], words[1::2], strict=True))
 
     precision = {"--float8.enabled", "--float8.recipe", "--training.dtype"}
@@ -54,7 +54,7 @@ def test_arms_differ_in_precision_alone():
     assert options("rowwise")["--float8.recipe"] == "rowwise"
     assert options("bf16")["--float8.enabled"] == options("float32")["--float8.enabled"] == "false"
     assert options("torchao-rowwise") == options("bf16")
-    experts = loss_compare.settings(Run("rowwise", 1), 10, "moe-debug")
+    experts = loss_compare.settings(Run("rowwise", 1), Protocol(10, "moe-debug"))
     assert experts[experts.index("--float8.experts") + 1] == "true"
     halves = options("bf16-halves")
     assert halves["--float8.enabled"] == "false"
@@ -71,24 +71,29 @@ def test_every_size_is_one_of_the_trainers(size, monkeypatch):
     monkeypatch.syspath_prepend(str(loss_compare.TRAINER.parent))
     from f8sub_pretrain.settings import parse
 
-    found = parse(loss_compare.settings(Run("rowwise", 1), 10, size))
+    found = parse(loss_compare.settings(Run("rowwise", 1), Protocol(10, size)))
     assert found.model.size == size
     assert found.training.device == ("auto" if "120m" in size else "cpu")
 
 
 def test_a_finished_run_counts_only_with_the_settings_it_had(tmp_path):
     run = Run("rowwise", 0)
-    kept = {"settings": loss_compare.settings(run, 10), "eval_loss": 2.0, "losses": [], "seconds": 1.0}
+    kept = {
+        "settings": loss_compare.settings(run, Protocol(10)),
+        "eval_loss": 2.0,
+        "losses": [],
+        "seconds": 1.0,
+    }
     (tmp_path / "rowwise-seed0.json").write_text(json.dumps(kept))
-    assert Results(tmp_path, 10).load(run) == kept
-    assert Results(tmp_path, 11).load(run) is None
-    assert Results(tmp_path, 10).load(Run("rowwise", 1)) is None
+    assert Results(tmp_path, Protocol(10)).load(run) == kept
+    assert Results(tmp_path, Protocol(11)).load(run) is None
+    assert Results(tmp_path, Protocol(10)).load(Run("rowwise", 1)) is None
 
 
 @pytest.mark.long
 def test_a_run_that_fails_says_why_and_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_compare, "settings", lambda *run: ["--training.steps", "none"])
-    results = Results(tmp_path, 1)
+    results = Results(tmp_path, Protocol(1))
     stopped = tmp_path / "rowwise-seed0" / "checkpoints"
     (stopped / "step-00000001").mkdir(parents=True)
     with pytest.raises(RuntimeError, match=r"rowwise, seed 0.*pretrain\.py(.|\n)*training\.steps"):

@@ -1,0 +1,219 @@
+"""``recipes/pretrain.py`` with one arm of ``scripts/loss_compare.py``: a recipe, a change of it, or bf16.
+
+The arm comes first, then the settings of recipes/pretrain.py. A change follows the recipe's name and a plus sign:
+
+    python scripts/bench/pretrain_arm.py tensorwise+fprop --model.size 120m --training.steps 400
+
+At the end the held-out loss of the same weights is measured in other forward passes, too, and written to
+metrics.jsonl as ``forwards``: that of plain bf16, that of the arm's own recipe, and for bf16 with x, w or both rounded
+to float8 in all layers or in some. These differences have no noise of training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+import f8sub
+from f8sub.formats import ScaleRule
+
+ATTENTION, FEED_FORWARD = "*.self_attn.*", "*.mlp.*"
+FIRST_AND_LAST = ("model.layers.0.*", "model.layers.15.*")
+"""Of the 16 blocks of 120m."""
+
+
+def exact_sums(recipe: f8sub.Recipe) -> f8sub.Recipe:
+    """No narrow accumulator in fprop."""
+    return replace(recipe, fprop=replace(recipe.fprop, fast_accum=False))
+
+
+def e4m3_dy(recipe: f8sub.Recipe) -> f8sub.Recipe:
+    """Give dy the format of w in dgrad, and that of x in wgrad."""
+    dgrad, wgrad = replace(recipe.dgrad, a=recipe.dgrad.b), replace(recipe.wgrad, a=recipe.wgrad.b)
+    return replace(recipe, dgrad=dgrad, wgrad=wgrad)
+
+
+def powers_of_2(recipe: f8sub.Recipe) -> f8sub.Recipe:
+    """Every scale is rounded down to a power of two."""
+
+    def rounded(spec: f8sub.GemmSpec) -> f8sub.GemmSpec:
+        assert spec.a is not None
+        assert spec.b is not None
+        a, b = (replace(one, scale_rule=ScaleRule.POWER_OF_2) for one in (spec.a, spec.b))
+        return replace(spec, a=a, b=b)
+
+    return replace(recipe, **{gemm: rounded(getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad")})
+
+
+def coarse_x(recipe: f8sub.Recipe) -> f8sub.Recipe:
+    """The control that must fail: x has two bits of mantissa in fprop. No kernel multiplies e5m2 by e5m2 in wgrad."""
+    assert recipe.fprop.a is not None
+    x = replace(recipe.fprop.a, dtype=torch.float8_e5m2)
+    return replace(recipe, fprop=replace(recipe.fprop, a=x), wgrad=f8sub.GemmSpec(a=None, b=None))
+
+
+CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
+    "fprop": lambda recipe: recipe.with_high_precision(dgrad=True, wgrad=True),
+    "dgrad": lambda recipe: recipe.with_high_precision(fprop=True, wgrad=True),
+    "wgrad": lambda recipe: recipe.with_high_precision(fprop=True, dgrad=True),
+    "exact_sums": exact_sums,
+    "e4m3_dy": e4m3_dy,
+    "powers_of_2": powers_of_2,
+    "coarse_x": coarse_x,
+}
+"""Of the recipe's three GEMMs; those named alone are the only ones in float8."""
+
+SKIPPED: dict[str, tuple[str, ...]] = {
+    "attention": (FEED_FORWARD,),
+    "feed_forward": (ATTENTION,),
+    "inner_blocks": FIRST_AND_LAST,
+}
+"""Layers that stay in bf16."""
+
+
+def arm_of(name: str) -> tuple[f8sub.Recipe | None, tuple[str, ...]]:
+    """Give an arm's recipe, None for bf16, and the layers that it skips.
+
+    Raises:
+        SystemExit: If there is no such arm.
+    """
+    base, *changes = name.split("+")
+    if base == "bf16":
+        return None, ()
+    recipe, skip = f8sub.get_recipe(base), ()
+    for change in changes:
+        if change not in CHANGES and change not in SKIPPED:
+            sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {[*CHANGES, *SKIPPED]}")
+        recipe = CHANGES.get(change, lambda same: same)(recipe)
+        skip += SKIPPED.get(change, ())
+    return recipe, skip
+
+
+def convert(recipe: f8sub.Recipe | None, skip: tuple[str, ...], model: nn.Module, settings: Any) -> None:
+    """What f8sub_pretrain's function of this name does, with a recipe of the arm's."""
+    f8sub.convert_to_float8(
+        model,
+        recipe=recipe,
+        skip=(*settings.float8.skip, *skip),
+        tokens=settings.training.local_batch_size * settings.training.seq_len,
+    )
+
+
+FORWARDS: dict[str, dict[str, Any]] = {
+    "x and w": {"operands": "xw"},
+    "x": {"operands": "x"},
+    "w": {"operands": "w"},
+    "x and w by rows": {"operands": "xw", "recipe": "rowwise"},
+    "x and w by blocks": {"operands": "xw", "recipe": "blockwise"},
+    "x in e5m2": {"operands": "x", "dtype": torch.float8_e5m2},
+    "attention": {"operands": "xw", "of": "self_attn"},
+    "feed-forward": {"operands": "xw", "of": "mlp"},
+    "down projections": {"operands": "xw", "of": "down_proj"},
+}
+"""What is rounded in a forward pass of weights that bf16 trained; the products stay in bf16."""
+
+
+@contextmanager
+def rounded(
+    model: nn.Module,
+    operands: str,
+    recipe: str = "tensorwise",
+    dtype: torch.dtype | None = None,
+    of: str = "",
+) -> Iterator[None]:
+    """Round x, w or both of the model's linear layers but the head to the recipe's formats in the block."""
+    fprop = f8sub.get_recipe(recipe).fprop
+    x_format, w_format = fprop.a, fprop.b
+    assert x_format is not None
+    assert w_format is not None
+    if dtype is not None:
+        x_format = replace(x_format, dtype=dtype)
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and "lm_head" not in name and of in name
+    ]
+
+    def near(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
+        matrix = tensor.flatten(0, -2)
+        return f8sub.quantize(matrix, kind, columnwise=False).dequantize().view_as(tensor)
+
+    hooks, kept = [], []
+    for layer in layers:
+        if "x" in operands:
+            hooks.append(
+                layer.register_forward_pre_hook(lambda _, args: (near(args[0], x_format), *args[1:]))
+            )
+        if "w" in operands:
+            shard: Any = layer.weight.to_local()  # type: ignore[operator]
+            kept.append((shard, shard.clone()))
+            shard.copy_(near(shard.bfloat16(), w_format))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for shard, values in kept:
+            shard.copy_(values)
+
+
+def install(recipe: f8sub.Recipe | None, skip: tuple[str, ...]) -> None:
+    """Have recipes/pretrain.py, whose folder is on the path, train this arm and measure its forward passes."""
+    import pretrain
+    from f8sub_pretrain import model as trainers
+
+    if recipe is not None:
+        trainers.convert = partial(convert, recipe, skip)
+
+    class Arm(pretrain.Trainer):
+        def evaluate(self) -> None:
+            super().evaluate()
+            if self.step == self.settings.training.steps:
+                self.metrics.write({"step": self.step, "forwards": self.forwards()})
+
+        @torch.no_grad()
+        def forwards(self) -> dict[str, float]:
+            """Give the held-out loss of the final weights by what their forward pass is computed in."""
+            found = {"own": self.held_out_loss()}
+            trained, settings = self.model, self.settings
+            weights = {name: value.clone() for name, value in get_model_state_dict(trained).items()}
+            off = replace(settings.float8, enabled=False, gradients=False)
+            eager = replace(settings.compile, enabled=False)
+            settings = replace(settings, float8=off, compile=eager)
+            mesh = next(iter(weights.values())).device_mesh
+            self.model, _ = trainers.build_model(settings, self.tokenizer.vocab_size, mesh)
+            set_model_state_dict(self.model, weights)
+            found["bf16"] = self.held_out_loss()
+            if recipe is None:
+                for name, how in FORWARDS.items():
+                    with rounded(self.model, **how):
+                        found[name] = self.held_out_loss()
+            self.model = trained
+            return found
+
+    pretrain.Trainer = Arm
+
+
+def main() -> None:
+    name, *others = sys.argv[1:] or [""]
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [str(root / "recipes")]
+    recipe, skip = arm_of(name)
+    import pretrain
+
+    install(recipe, skip)
+    sys.argv[1:] = others
+    pretrain.main()
+
+
+if __name__ == "__main__":
+    main()

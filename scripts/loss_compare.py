@@ -38,6 +38,7 @@ import os
 import queue
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -88,6 +89,8 @@ EXPERTS = {"float8.experts": "true"}
 SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU | EXPERTS, "120m": ON_GPU, "moe-120m": ON_GPU | EXPERTS}
 """How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2; and both of
 120M, 4 of 32 experts, which want a GPU."""
+SPIKE, NEIGHBOURS = 1.2, 10
+"""A step is a spike if its loss exceeds the median of so many steps on either side and itself by this factor."""
 SMOOTHED_STEPS = 20
 """The plot's curves are means over so many logged steps."""
 
@@ -434,6 +437,15 @@ def gaps(losses: dict[str, list[float]]) -> dict[str, dict[str, float | None]]:
     }
 
 
+def spikes(losses: list[float]) -> int:
+    """How many steps are spikes; the first and last ones, which lack neighbours, are not counted."""
+    inner = range(NEIGHBOURS, len(losses) - NEIGHBOURS)
+    return sum(
+        losses[step] > SPIKE * statistics.median(losses[step - NEIGHBOURS : step + NEIGHBOURS + 1])
+        for step in inner
+    )
+
+
 def report(arms: dict[str, list[Recorded]], seeds: list[int]) -> dict[str, Any]:
     """The figures of all arms, each with all seeds."""
     first = arms[BASELINE][0]
@@ -446,6 +458,10 @@ def report(arms: dict[str, list[Recorded]], seeds: list[int]) -> dict[str, Any]:
         "seeds": seeds,
         "eval_losses": losses,
         "gaps": gaps(losses),
+        "spikes": {
+            arm: sum(spikes([run.training[step] for step in logged]) for run in runs)
+            for arm, runs in arms.items()
+        },
         "train_losses": {
             arm: [[run.training[step] for step in logged] for run in runs] for arm, runs in arms.items()
         },
@@ -457,8 +473,10 @@ def table(figures: dict[str, Any]) -> Table:
     rows = []
     for arm, losses in figures["eval_losses"].items():
         gap = figures["gaps"].get(arm)
-        rows.append([arm, *(f"{loss:.4f}" for loss in losses), "" if gap is None else interval(gap)])
-    columns = ["", *(f"seed {seed}" for seed in figures["seeds"]), f"gap, {100 * CONFIDENCE:.0f}% interval"]
+        by_seed = [f"{loss:.4f}" for loss in losses]
+        rows.append([arm, *by_seed, "" if gap is None else interval(gap), str(figures["spikes"][arm])])
+    gap_column = f"gap, {100 * CONFIDENCE:.0f}% interval"
+    columns = ["", *(f"seed {seed}" for seed in figures["seeds"]), gap_column, "spikes"]
     return Table(f"{figures['measure']} after {figures['steps']} steps", columns, rows)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 import f8sub
 from f8sub.formats import ScaleRule
@@ -154,7 +155,7 @@ def rounded(
                 layer.register_forward_pre_hook(lambda _, args: (near(args[0], x_format), *args[1:]))
             )
         if "w" in operands:
-            shard: Any = layer.weight.to_local()  # type: ignore[operator]
+            shard = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight.detach()
             kept.append((shard, shard.clone()))
             shard.copy_(near(shard.bfloat16(), w_format))
     try:

@@ -263,3 +263,13 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine():
     settings = parse(options.split())
     expected = {0: 0.2, 9: 2.0, 10: 2.0, 60: 2.0 * 0.55, 110: 0.2}
     assert {step: learning_rate(settings, step) for step in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(0.5, {0: 0.2, 10: 2.0, 50: 2.0, 75: 1.1, 100: 0.2}), (0.0, {10: 2.0, 50: 2.0, 99: 2.0})],
+)
+def test_the_rate_stays_constant_before_the_decay(ratio, expected):
+    options = "--training.steps 100 --lr_scheduler.warmup_steps 10 --optimizer.lr 2.0"
+    settings = parse([*options.split(), "--lr_scheduler.decay_ratio", str(ratio)])
+    assert {step: learning_rate(settings, step) for step in expected} == pytest.approx(expected)

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import f8sub
 from scripts import loss_compare
+from scripts.bench import pretrain_arm
 from scripts.loss_compare import Protocol, Results, Run, arms_of, read_run
+from scripts.table import ROOT
+from scripts.tables import loss_120m
 
 
 @pytest.mark.parametrize(
@@ -221,3 +227,121 @@ def test_arms_are_compared_by_the_same_statistics_and_drawn(tmp_path, run_script
     assert done.returncode == 2
     assert "runs of each arm" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_spikes_are_steps_far_above_their_neighbours():
+    losses = [2.0 - step / 100 for step in range(60)]
+    assert loss_compare.spikes(losses) == 0
+    losses[30] *= 1.19
+    assert loss_compare.spikes(losses) == 0
+    losses[30], losses[45], losses[2] = 2.5, 9.0, 9.0
+    assert loss_compare.spikes(losses) == 2
+
+
+def test_arms_with_a_shared_start_go_on_from_its_checkpoint():
+    protocol = Protocol(5, shared_steps=15)
+
+    def options(arm: str) -> dict[str, str]:
+        words = loss_compare.settings(Run(arm, 1), protocol)
+        return dict(zip(words[::2], words[1::2], strict=True))
+
+    shared, own = options(loss_compare.SHARED), options("tensorwise+fprop")
+    assert (shared["--training.steps"], own["--training.steps"]) == ("15", "20")
+    assert (shared["--checkpoint.interval"], own["--checkpoint.resume"]) == ("15", "step-00000015")
+    assert (shared["--lr_scheduler.decay_ratio"], own["--lr_scheduler.decay_ratio"]) == ("0.0", "0.25")
+    assert shared["--float8.enabled"] == "false"
+    assert own["--float8.recipe"] == "tensorwise"
+    programs = {arm: Path(loss_compare.program(Run(arm, 1), protocol)[0]).name for arm in ARMS}
+    assert programs == ARMS
+
+
+ARMS = {
+    "shared": "pretrain.py",
+    "bf16": "pretrain_arm.py",
+    "tensorwise+fprop": "pretrain_arm.py",
+    "bf16-halves": "pretrain.py",
+    "tensorwise-head": "pretrain.py",
+    "torchao-rowwise": "pretrain_torchao.py",
+}
+
+
+@pytest.mark.parametrize("change", [*pretrain_arm.CHANGES, *pretrain_arm.SKIPPED])
+def test_a_changed_arm_converts_and_trains(change):
+    recipe, skip = pretrain_arm.arm_of(f"tensorwise+{change}")
+    assert recipe is not None
+    assert recipe != f8sub.get_recipe("tensorwise") or skip
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(16)])})})
+    f8sub.convert_to_float8(model, recipe, skip=skip)
+    converted = {name for name, module in model.named_modules() if isinstance(module, f8sub.Float8Linear)}
+    assert converted == {
+        f"model.layers.{block}.{layer}"
+        for block in range(16)
+        for layer in ("self_attn.q_proj", "mlp.up_proj")
+        if not (change == "inner_blocks" and block in (0, 15))
+        and not (change == "attention" and "mlp" in layer)
+        and not (change == "feed_forward" and "attn" in layer)
+    }
+    x = torch.randn(32, 64, requires_grad=True)
+    model["model"]["layers"][1](x).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.ModuleDict({"q_proj": nn.Linear(64, 64)})
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(64, 64)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp["up_proj"](self.self_attn["q_proj"](x))
+
+
+@pytest.mark.parametrize("operands", ["x", "w", "xw"])
+def test_a_forward_pass_is_rounded_in_the_block_alone(operands):
+    model = Block()
+    attention, mlp = linears(model)
+    x, before = torch.randn(32, 64), [layer.weight.detach().clone() for layer in (attention, mlp)]
+    with torch.no_grad(), pretrain_arm.rounded(model, operands, of="mlp"):
+        found = model(x)
+    assert torch.equal(attention.weight, before[0])
+    assert torch.equal(mlp.weight, before[1])
+    hidden, w = attention(x).detach(), mlp.weight.detach()
+    hidden = e4m3(hidden) if "x" in operands else hidden
+    w = e4m3(w.bfloat16()).float() if "w" in operands else w
+    torch.testing.assert_close(found, F.linear(hidden, w, mlp.bias), rtol=1e-5, atol=1e-5)
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Rounded with one scale, by float64."""
+    scale = 448 / values.double().abs().max()
+    exact = values.double() * scale
+    exponent = torch.frexp(exact)[1].clamp(min=-5) - 4
+    return (torch.ldexp(torch.ldexp(exact, -exponent).round(), exponent) / scale).to(values.dtype)
+
+
+def test_an_unknown_change_is_an_error():
+    with pytest.raises(SystemExit, match=r"no change 'frop'"):
+        pretrain_arm.arm_of("tensorwise+frop")
+
+
+def test_the_tables_of_120m_hold_what_the_runs_say():
+    data = json.loads(loss_120m.DATA.read_text())
+    found = loss_120m.shared_gaps(data)
+    of_default = [
+        100 * math.log(run["eval_loss"] / data["arms"]["bf16"][seed]["eval_loss"])
+        for seed, run in data["arms"]["tensorwise"].items()
+    ]
+    assert found["tensorwise"] == pytest.approx(of_default)
+    widths = loss_120m.half_widths({"one": [1.0, 3.0], "other": [0.0, 0.0, 0.0]})
+    # The pooled variance is 2 / 3, with 3 degrees of freedom.
+    assert widths["one"] == pytest.approx(3.18245 * math.sqrt(2 / 3 / 2), rel=1e-5)
+    pages = [(ROOT / "docs" / page).read_text() for page in ("numerics.md", "measurements/numerics.md")]
+    for marker, table in loss_120m.tables(data).items():
+        assert f"<!-- begin {marker} -->\n{table.markdown()}\n\n{loss_120m.provenance(data)}\n" in "".join(
+            pages
+        )

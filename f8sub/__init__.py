@@ -12,10 +12,11 @@ from typing import Any as _Any
 
 from f8sub import optim as optim
 from f8sub import tensor_parallel as tensor_parallel
-from f8sub.attention import prefer_cudnn_attention
+from f8sub.attention.kernel_order import prefer_cudnn_attention
 from f8sub.checkpoint.load import load_float8
 from f8sub.checkpoint.save import save_float8
 from f8sub.checkpoint.stream import float8_state_dict, float8_weights
+from f8sub.convert.attention import attend_in_float8
 from f8sub.convert.convert import convert_from_float8, convert_to_float8
 from f8sub.convert.messages import no_attribute as _no_attribute
 from f8sub.convert.primary_weights import drop_high_precision, restore_high_precision
@@ -76,6 +77,7 @@ __all__ = [
     "ScaleRule",
     "StepEstimate",
     "Tile",
+    "attend_in_float8",
     "autocast",
     "checkpoint_policy",
     "compare",

@@ -802,12 +802,12 @@ def constant_result(function: Function) -> Function:
     return function
 
 
-def change_and_restore(function: Callable[..., Any], *args: Any) -> None:
+def change_and_restore(function: Callable[..., Any], *args: Any) -> Any:
     """Call, while dynamo traces, what writes to an object from before, and is undone before the trace is done.
 
     In functions that compiled code checkpoints dynamo refuses to write to what is outside of them.
     """
-    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+    return torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
 
 
 def untraced(function: Function) -> Function:

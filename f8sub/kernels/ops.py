@@ -36,13 +36,15 @@ from f8sub.kernels.scales import PriorScale
 _library = torch.library.Library("f8sub", "DEF")
 
 
-def operator(function: Callable[..., Any], name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``f8sub::NAME``, which changes no argument, for all devices.
+def operator(
+    function: Callable[..., Any], name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """``f8sub::NAME``, which changes no argument but those that ``mutates`` names, for all devices.
 
     Defined in the library itself: ``torch.library.custom_op`` wraps a call in what costs the host three times as much
     as the dispatcher.
     """
-    schema = torch.library.infer_schema(function, mutates_args=())
+    schema = torch.library.infer_schema(function, mutates_args=mutates)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub.attention import preferred_order
+from f8sub.attention.kernel_order import preferred_order
 from tests.data_sets import gaussian, generator
 from tests.docs.pages import ROOT
 

@@ -1,0 +1,173 @@
+"""Attention in float8 as operators that autograd and ``torch.compile`` know.
+
+``f8sub::attention`` casts q, k and v, calls the kernels, and returns o in high precision, and what backward reads, all
+of it 1 byte per element. Backward is ``f8sub::attention_backward``, which writes to the histories and nothing else.
+"""
+
+from typing import Any
+
+import torch
+
+from f8sub.attention import cudnn, reference
+from f8sub.attention.problem import (
+    E4M3,
+    GRADIENT_FORMATS,
+    HIGH_PRECISION,
+    Problem,
+    as_matrix,
+    like,
+    packed,
+)
+from f8sub.attention.scaling import (
+    O,
+    backward_scales,
+    forward_scales,
+    roll,
+    with_measured,
+)
+from f8sub.formats import Float8Format, Operand, present
+from f8sub.kernels import cuda
+from f8sub.kernels.ops import operator
+from f8sub.kernels.quantize import quantize
+
+BACKENDS = {"cudnn": cudnn, "reference": reference}
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Seven = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+_measured: set[int] = set()
+"""Addresses of layers' marks for which backward ran once in this process: their histories are no longer empty."""
+
+
+def _cast(x: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float8 data in the shape and memory order of a packed x, and the inverse scale, (1, 1)."""
+    made = present(quantize(as_matrix(x), format, None).rowwise)
+    return like(made.data, x), made.scale_inv
+
+
+def _back(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what packed float8 data stand for."""
+    return like(cuda.dequantize(Operand(as_matrix(x), scale_inv.view(1, 1), E4M3), dtype), x)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    history: torch.Tensor,
+    saturated: torch.Tensor,
+    mark: torch.Tensor,
+    causal: bool,
+    scale: float,
+    backend: str,
+    backward: str,
+) -> Seven:
+    """Return o in q's dtype; q, k, v and o in float8, as bytes; their inverse scales; the softmax's logarithms."""
+    packs = [packed(x) for x in (q, k, v)]
+    problem = Problem.of(*packs, causal, scale)
+    (q8, of_q), (k8, of_k), (v8, of_v) = (_cast(x, E4M3) for x in packs)
+    scales = forward_scales(of_q, of_k, of_v)
+    o8, stats = BACKENDS[backend].forward(problem, q8, k8, v8, scales)
+    o = _back(o8, scales.inverse[O:], q.dtype)
+    # A view of a tensor of other operators' results may not be a result, so the scales are copied.
+    q8, k8, v8, o8 = (x.view(torch.uint8) for x in (q8, k8, v8, o8))
+    return o, q8, k8, v8, o8, scales.inverse.clone(), stats
+
+
+def _fake_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    history: torch.Tensor,
+    saturated: torch.Tensor,
+    mark: torch.Tensor,
+    causal: bool,
+    scale: float,
+    backend: str,
+    backward: str,
+) -> Seven:
+    q8, k8, v8 = (torch.empty_like(packed(x), dtype=torch.uint8) for x in (q, k, v))
+    batch, heads, rows, width = q.shape
+    o = q.new_empty((batch, rows, heads, width)).transpose(1, 2)
+    inverse = q.new_empty(4, dtype=torch.float32)
+    stats = q.new_empty((batch, heads, rows, 1), dtype=torch.float32)
+    return o, q8, k8, v8, torch.empty_like(o, dtype=torch.uint8), inverse, stats
+
+
+def _attention_backward(
+    do: torch.Tensor,
+    saved: list[torch.Tensor],
+    history: torch.Tensor,
+    saturated: torch.Tensor,
+    mark: torch.Tensor,
+    causal: bool,
+    scale: float,
+    backend: str,
+    backward: str,
+) -> Three:
+    """Return dq, dk and dv in the dtype of dO."""
+    *codes, inverse, stats = saved
+    codes = [x.view(E4M3.dtype) for x in codes]
+    problem = Problem.of(*codes[:3], causal, scale)
+    # By rows first, as o is.
+    do = do.transpose(1, 2).contiguous().transpose(1, 2)
+    kernels = BACKENDS[backend]
+    if backward == HIGH_PRECISION:
+        values = [_back(x, inverse[i : i + 1], do.dtype) for i, x in enumerate(codes)]
+        made = kernels.backward_in_high_precision(problem, (do, *values, stats))
+        dq, dk, dv = (x.to(do.dtype) for x in made)
+        return dq, dk, dv
+    format = GRADIENT_FORMATS[backward]
+    do8, of_do = _cast(do, format)
+    given = do8, *codes, stats
+    scales = backward_scales(problem, inverse, of_do, history, format.max)
+    if mark.data_ptr() not in _measured:
+        _measured.add(mark.data_ptr())
+        _, amaxes = kernels.backward(problem, given, inverse, of_do, scales, format)
+        known = with_measured(history, amaxes)
+        scales = backward_scales(problem, inverse, of_do, known, format.max)
+    grads, amaxes = kernels.backward(problem, given, inverse, of_do, scales, format)
+    roll(history, saturated, amaxes, scales.gradients, format.max)
+    of_grads = scales.gradients[1:].reciprocal()
+    dq, dk, dv = (_back(x, of_grads[i : i + 1], do.dtype) for i, x in enumerate(grads))
+    return dq, dk, dv
+
+
+def _fake_backward(
+    do: torch.Tensor,
+    saved: list[torch.Tensor],
+    history: torch.Tensor,
+    saturated: torch.Tensor,
+    mark: torch.Tensor,
+    causal: bool,
+    scale: float,
+    backend: str,
+    backward: str,
+) -> Three:
+    dq, dk, dv = (torch.empty_like(x, dtype=do.dtype) for x in saved[:3])
+    return dq, dk, dv
+
+
+attention = operator(_attention, "attention", _fake_attention)
+attention_backward = operator(
+    _attention_backward, "attention_backward", _fake_backward, mutates=("history", "saturated")
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Seven) -> None:
+    *_, history, saturated, mark, causal, scale, backend, backward = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+    # Not saved: a later backward writes to them, which autograd would take for an error.
+    ctx.state = history, saturated, mark
+    ctx.options = causal, scale, backend, backward
+
+
+def _differentiate(ctx: Any, do: torch.Tensor | None, *of_saved: None) -> tuple[Any, ...]:
+    if do is None:
+        return (None,) * 10
+    made = attention_backward(do, list(ctx.saved_tensors), *ctx.state, *ctx.options)
+    return (*made, *(None,) * 7)
+
+
+torch.library.register_autograd("f8sub::attention", _differentiate, setup_context=_save)

@@ -1,0 +1,161 @@
+"""AttentionState: what one attention module knows of its gradients' past, and which of its calls run in float8."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from f8sub.attention import cudnn
+from f8sub.attention.ops import attention
+from f8sub.attention.scaling import GRADIENTS, HISTORY
+from f8sub.formats import HIGH_PRECISION
+from f8sub.torch_compat import autocast_dtype, constant_result, is_dtensor
+
+CHILD = "float8_attention"
+"""The name of an attention module's state among its children."""
+
+MIN_LENGTH = 8192
+"""Rows of q, and of k, from which on float8 gains time. Source: docs/attention.md, an H200: 0.68 times bf16's speed with
+sequences of 2048 tokens, 1.16 times with 8192."""
+
+AUTO, CUDNN, REFERENCE = "auto", "cudnn", "reference"
+BACKENDS = (AUTO, CUDNN, REFERENCE)
+
+KERNELS_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class AttentionState(torch.nn.Module):
+    """Holds the amaxes of one attention module's earlier backwards; the modules that call attention have one each.
+
+    Every rank keeps its own: a gradient of activations belongs to one rank, so its scale need not agree with others.
+    The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
+    without them is of a model whose attention was in high precision: they begin again.
+
+    Attributes:
+        fqn: the module's name.
+        backward: one of ``BACKWARDS``.
+        backend: one of ``BACKENDS``.
+        min_length: shorter sequences stay in high precision.
+        reason: why the last call that was not compiled stayed in high precision; None where it did not, "" before.
+        history: float32, (HISTORY, 4): amaxes of ``GRADIENTS``, newest first.
+        saturated: float32, (4,): how many backwards had an amax that their scale did not hold. Not in the state dict.
+        mark: one element, by whose address backward knows the state.
+    """
+
+    history: torch.Tensor
+    saturated: torch.Tensor
+    mark: torch.Tensor
+
+    def __init__(self, fqn: str, backward: str, backend: str, min_length: int, device: torch.device) -> None:
+        super().__init__()
+        self.fqn, self.backward, self.backend, self.min_length = fqn, backward, backend, min_length
+        self.reason: str | None = ""
+        with torch.inference_mode(mode=False):
+            for name, shape in (("history", (HISTORY, 4)), ("saturated", (4,)), ("mark", (1,))):
+                buffer = torch.zeros(shape, dtype=torch.float32, device=device)
+                self.register_buffer(name, buffer, persistent=name == "history")
+
+    @property
+    def saturations(self) -> dict[str, int]:
+        """How many backwards saturated, by gradient; reads memory of the device."""
+        return dict(zip(GRADIENTS, map(int, self.saturated.tolist()), strict=True))
+
+    def why_not(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        gqa: bool = False,
+    ) -> str | None:
+        """Return why a call of attention stays in high precision; None where it does not."""
+        if any(is_dtensor(x) for x in (q, k, v)):
+            return "q, k and v are DTensors, as under context parallelism"
+        if mask is not None:
+            return "the call has a mask"
+        if dropout > 0.0:
+            return "the call has dropout"
+        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0]:
+            return "q, k and v are not (batch, heads, rows, width), with k and v of one shape"
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if q.shape[3] != k.shape[3] or (heads != kv_heads and not (gqa and heads % kv_heads == 0)):
+            return "heads of q and of k do not fit each other"
+        if causal and q.shape[2] != k.shape[2]:
+            return "the call is causal, with as many rows of q as there are not of k"
+        if min(q.shape[2], k.shape[2]) < self.min_length:
+            return f"sequences of fewer than {self.min_length} tokens (min_length=)"
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms(True)"
+        takes = HIGH_PRECISION if self.backend == REFERENCE else KERNELS_DTYPES
+        if not q.dtype == k.dtype == v.dtype or q.dtype not in takes:
+            return f"q, k and v of {q.dtype}"
+        if self.backend == REFERENCE:
+            return None
+        return why_no_kernel(q.device.type, q.device.index, q.shape[3], self.backward)
+
+    def attend(  # noqa: PLR0913  (torch's signature)
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """``torch.nn.functional.scaled_dot_product_attention``, in float8 where it applies."""
+        dtype = autocast_dtype(query.device.type)
+        q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
+        reason = self.why_not(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
+        if not torch.compiler.is_compiling():
+            self.__dict__["reason"] = reason
+        if reason is not None:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        backend = REFERENCE if self.backend == REFERENCE else CUDNN
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        state = self.history, self.saturated, self.mark
+        o: torch.Tensor = attention(q, k, v, *state, is_causal, factor, backend, self.backward)[0]
+        return o
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AttentionState":
+        """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
+        for name, buffer in self.named_buffers():
+            device = fn(buffer).device
+            if device != buffer.device:
+                moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                self._buffers[name] = moved
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@constant_result
+def why_no_kernel(kind: str, index: int | None, width: int, backward: str) -> str | None:
+    """Return why cuDNN has no kernel on a device for a head dim; None where it has."""
+    device = torch.device(kind, index)
+    return cudnn.why_not(device) or cudnn.why_not_width(width, device, backward)
+
+
+class InFloat8(TorchFunctionMode):
+    """Sends the calls of ``scaled_dot_product_attention`` within it through a state."""
+
+    def __init__(self, state: AttentionState) -> None:
+        super().__init__()
+        self.state = state
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, attention by the state."""
+        if func is F.scaled_dot_product_attention:
+            return self.state.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

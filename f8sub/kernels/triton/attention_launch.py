@@ -1,0 +1,58 @@
+"""The launches of ``attention.py``'s kernels."""
+
+import torch
+
+from f8sub.kernels.triton import attention
+from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.quantize_launch import CODES
+
+BLOCK = 8192
+"""Elements of a program that dequantizes: 64 for each thread of 4 warps."""
+ONE_WARP = {"num_warps": 1}
+MOST_ROWS = 32
+"""Of a history that a program holds, a power of 2."""
+
+
+def forward_scales(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, headroom: float, of_1: float
+) -> Launch:
+    """Return the launch that fills ``out``, float32, (7,), from inverse scales of one element each."""
+    arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "HEADROOM": headroom, "OF_1": of_1}
+    return Launch(attention.forward_scales, 1, arguments, ONE_WARP)
+
+
+def backward_scales(tensors: tuple[torch.Tensor, ...], numbers: tuple[float, ...]) -> Launch:
+    """Return the launch that fills ``out``, the last of the tensors, float32, (7,)."""
+    names = "inverse_ptr", "inverse_do_ptr", "history_ptr", "out_ptr"
+    arguments = dict(zip(names, tensors, strict=True))
+    arguments |= dict(zip(("OF_DP", "TERMS", "TOP", "MARGIN", "OF_1", "LARGEST"), numbers, strict=True))
+    arguments |= {"BACKWARDS": len(arguments["history_ptr"]), "ROWS": MOST_ROWS}
+    return Launch(attention.backward_scales, 1, arguments, ONE_WARP)
+
+
+def roll(
+    history: torch.Tensor,
+    saturated: torch.Tensor,
+    amaxes: torch.Tensor,
+    scales: torch.Tensor,
+    top: float,
+    of_1: float,
+) -> Launch:
+    """Return the launch that writes to ``history`` and ``saturated``."""
+    arguments = {"history_ptr": history, "saturated_ptr": saturated, "amaxes_ptr": amaxes, "scales_ptr": scales}
+    arguments |= {"BACKWARDS": len(history), "TOP": top, "OF_1": of_1, "ROWS": MOST_ROWS}
+    return Launch(attention.roll, 1, arguments, ONE_WARP)
+
+
+def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Return the launch that fills ``out`` from codes of as many elements, both without gaps in memory."""
+    n = codes.numel()
+    arguments = {
+        "codes_ptr": codes.view(torch.uint8),
+        "scale_inv_ptr": scale_inv,
+        "out_ptr": out,
+        "N": n,
+        "SOURCE": CODES[codes.dtype],
+        "BLOCK": BLOCK,
+    }
+    return Launch(attention.dequantize, -(-n // BLOCK), arguments, {"num_warps": 4})

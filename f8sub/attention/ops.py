@@ -7,6 +7,7 @@ of it 1 byte per element. Backward is ``f8sub::attention_backward``, which write
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from f8sub.attention import cudnn, reference
 from f8sub.attention.problem import (
@@ -35,8 +36,8 @@ BACKENDS = {"cudnn": cudnn, "reference": reference}
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Seven = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-_measured: set[int] = set()
-"""Addresses of layers' marks for which backward ran once in this process: their histories are no longer empty."""
+_measured = WeakTensorKeyDictionary()
+"""Layers' marks for which backward ran once in this process: their histories are no longer empty."""
 
 
 def _cast(x: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,8 +122,8 @@ def _attention_backward(
     do8, of_do = _cast(do, format)
     given = do8, *codes, stats
     scales = backward_scales(problem, inverse, of_do, history, format.max)
-    if mark.data_ptr() not in _measured:
-        _measured.add(mark.data_ptr())
+    if mark not in _measured:
+        _measured[mark] = True
         _, amaxes = kernels.backward(problem, given, inverse, of_do, scales, format)
         known = with_measured(history, amaxes)
         scales = backward_scales(problem, inverse, of_do, known, format.max)

@@ -23,6 +23,9 @@ sequences of 2048 tokens, 1.16 times with 8192."""
 AUTO, CUDNN, REFERENCE = "auto", "cudnn", "reference"
 BACKENDS = (AUTO, CUDNN, REFERENCE)
 
+SDPA = F.scaled_dot_product_attention
+"""torch's own: ``context_parallel`` puts another function in its place, which calls it with DTensors."""
+
 KERNELS_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -41,7 +44,7 @@ class AttentionState(torch.nn.Module):
         reason: why the last call that was not compiled stayed in high precision; None where it did not, "" before.
         history: float32, (HISTORY, 4): amaxes of ``GRADIENTS``, newest first.
         saturated: float32, (4,): how many backwards had an amax that their scale did not hold. Not in the state dict.
-        mark: one element, by whose address backward knows the state.
+        mark: one element, by which backward knows whether it ran before.
     """
 
     history: torch.Tensor
@@ -115,7 +118,7 @@ class AttentionState(torch.nn.Module):
         if not torch.compiler.is_compiling():
             self.__dict__["reason"] = reason
         if reason is not None:
-            return F.scaled_dot_product_attention(
+            return SDPA(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         backend = REFERENCE if self.backend == REFERENCE else CUDNN
@@ -156,6 +159,6 @@ class InFloat8(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, attention by the state."""
-        if func is F.scaled_dot_product_attention:
+        if func is SDPA:
             return self.state.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -15,10 +15,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from f8sub.attention import cudnn
 from f8sub.attention.problem import HIGH_PRECISION
-from f8sub.attention.state import AUTO, BACKENDS, CHILD, CUDNN, MIN_LENGTH, AttentionState, InFloat8
+from f8sub.attention.state import (
+    AUTO,
+    BACKENDS,
+    CHILD,
+    CUDNN,
+    MIN_LENGTH,
+    REFERENCE,
+    SDPA,
+    AttentionState,
+    InFloat8,
+)
 from f8sub.convert.filters import matches
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
 from f8sub.torch_compat import change_and_restore, is_dtensor
@@ -37,17 +48,32 @@ TABLE = "ALL_ATTENTION_FUNCTIONS"
 
 
 class AttentionModule(NamedTuple):
-    """A module that calls attention, and why it is not converted; None where it is.
+    """A module that calls attention.
 
     Attributes:
         fqn: its name in the model.
-        state: its state, where it has one.
-        reason: why it stays in high precision; "" where nothing is known yet.
+        state: what ``attend_in_float8`` gave it; None where it was not called for the module.
+        reason: why it stays in high precision; None where its last call did not, "" where nothing is known yet.
     """
 
     fqn: str
     state: AttentionState | None
     reason: str | None
+
+    @property
+    def converted(self) -> bool:
+        """Whether attention is in float8 there, as far as it is known."""
+        return not self.reason
+
+    @property
+    def title(self) -> str:
+        """A sentence that says what became of it. Reads from the device how often gradients saturated."""
+        if self.state is None or self.reason:
+            return f"not in float8: {self.reason}"
+        kernels = REFERENCE if self.state.backend == REFERENCE else CUDNN
+        line = f"in float8: {kernels}, backward in {self.state.backward}"
+        saturated = [f"{name} {count}" for name, count in self.state.saturations.items() if count]
+        return line + (f"; backwards that saturated: {', '.join(saturated)}" if saturated else "")
 
 
 def attend_in_float8(
@@ -206,13 +232,19 @@ def _enter_in_table(table: Any) -> None:
 
 def _in_mode(state: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function in whose calls of attention a state decides."""
+    if torch.compiler.is_compiling():
+        return change_and_restore(_replaced, state, function, args, kwargs)
+    with InFloat8(state):
+        return function(*args, **kwargs)
 
-    def call() -> Any:
-        with InFloat8(state):
-            return function(*args, **kwargs)
 
-    # The mode is left before the call ends, so a function that compiled code checkpoints may be repeated.
-    return change_and_restore(call) if torch.compiler.is_compiling() else call()
+def _replaced(state: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do the same while dynamo traces, for which a mode is in the way of tensors' methods that are in Python."""
+    F.scaled_dot_product_attention = state.attend
+    try:
+        return function(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = SDPA
 
 
 class _InFloat8(torch.nn.Module):

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from f8sub.convert.attention import revert_attention
 from f8sub.convert.checks import (
     SKIP_REASON,
     Chosen,
@@ -280,6 +281,8 @@ HOOKS = (check_ranks_hook, share_histories_hook, open_scope, close_scope, round_
 def convert_from_float8(model: Model) -> Model:
     """Turn every ``Float8Linear`` back into the nn.Linear it was, in place, with the same parameters.
 
+    Attention that ``attend_in_float8`` changed is in high precision again.
+
     Raises:
         Float8ConfigError: the model is sharded; load its state dict into a plain model instead. Or a converted module
             has parametrizations.
@@ -294,6 +297,7 @@ def convert_from_float8(model: Model) -> Model:
     for module in model.modules():
         for hook in HOOKS:
             remove_hook(hook, module)
+        revert_attention(module)
         if (conversion := conversion_of(module)) is None:
             continue
         for name, weight in list(module._parameters.items()):  # under other names, too, where it is pruned

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from f8sub.convert.attention import AttentionModule, attention_modules
 from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
 from f8sub.convert.filters import kind_of, kinds, name_of
@@ -173,6 +174,7 @@ class ConversionReport:
         not_counted_share: share of those parameters in all, 0 to 1.
         of_activations: multiplications of activations by each other in that forward, over those by weights.
         read_in_code: layers whose weights other modules' code reads, and that code.
+        attention: modules that call ``scaled_dot_product_attention``, in float8 or why not.
         parameters: how many the model has.
         parameters_in_float8: how many of them are weights of converted layers and experts.
         experts: what float8 gains of each kind of experts, one sentence each.
@@ -191,6 +193,7 @@ class ConversionReport:
     not_counted_share: float = 0.0
     of_activations: float = 0.0
     read_in_code: tuple[str, ...] = ()
+    attention: tuple[AttentionModule, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -223,6 +226,7 @@ class ConversionReport:
             *self._of_experts(),
             self._of_read(converted),
             self._of_idle(converted),
+            self._of_attention(),
             self._of_not_counted(),
         )
         line = "; ".join([line, *filter(None, clauses)])
@@ -249,6 +253,12 @@ class ConversionReport:
     def _of_idle(converted: list[LayerReport]) -> str:
         idle = [layer.fqn for layer in converted if layer.runs == 0 and not layer.read_by]
         return f"{len(idle)} converted layers did not run ({_some(kinds(idle))})" if idle else ""
+
+    def _of_attention(self) -> str:
+        if all(each.state is None for each in self.attention):
+            return ""
+        count = sum(each.converted for each in self.attention)
+        return f"attention: {count} of {len(self.attention)} modules in float8"
 
     def _of_not_counted(self) -> str:
         if self.counted or self.not_counted_share < LEAST_SHARE:
@@ -303,7 +313,7 @@ class ConversionReport:
         return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
 
     def _notes(self) -> list[str]:
-        notes = [*self.experts, *self._of_flops(), *self.read_in_code]
+        notes = [*self.experts, *self._of_each_attention(), *self._of_flops(), *self.read_in_code]
         if any("(default)" in layer.detail for layer in self.layers if not layer.converted):
             notes.append("(default): skip_defaults=False converts these too.")
         if is_small([(la.in_features, la.out_features) for la in self.layers if la.converted]):
@@ -312,6 +322,15 @@ class ConversionReport:
                 "model is such layers."
             )
         return notes
+
+    def _of_each_attention(self) -> list[str]:
+        """Return a sentence for each outcome, where any module was to attend in float8."""
+        if all(each.state is None for each in self.attention):
+            return []
+        found: dict[str, list[str]] = defaultdict(list)
+        for each in self.attention:
+            found[each.title].append(each.fqn or ROOT)
+        return [f"Attention {title}: {len(fqns)} x {name_of(fqns)}." for title, fqns in found.items()]
 
     def _of_flops(self) -> list[str]:
         """Return sentences that say how the FLOPs are known."""
@@ -384,6 +403,7 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         others=others,
         parameters=parameters,
         parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
+        attention=tuple(attention_modules(model)),
         **known,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from f8sub.attention.ops import attention
 from f8sub.errors import unknown
 from f8sub.formats import Float8Format, Operand
 from f8sub.kernels.gemm.select import gemm_nt
@@ -44,7 +45,7 @@ ATTENTION = {
         "fused_attention_overrideable",
     )
     if hasattr(aten, f"_scaled_dot_product_{kind}")
-} | {torch.ops.higher_order.flex_attention}
+} | {torch.ops.higher_order.flex_attention, attention}
 
 COMMUNICATION = {reduce_scatter_node}
 

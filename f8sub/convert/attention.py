@@ -240,6 +240,9 @@ def _in_mode(state: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _replaced(state: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do the same while dynamo traces, for which a mode is in the way of tensors' methods that are in Python."""
+    # Context parallelism has its own in this place, by which ranks attend to each other's tokens.
+    if F.scaled_dot_product_attention is not SDPA:
+        return function(*args, **kwargs)
     F.scaled_dot_product_attention = state.attend
     try:
         return function(*args, **kwargs)

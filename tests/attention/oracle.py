@@ -37,7 +37,7 @@ def scaled(x: torch.Tensor, scale: float, kind: Kind = E4M3) -> torch.Tensor:
 
 def current(x: torch.Tensor, kind: Kind = E4M3) -> torch.Tensor:
     """What x becomes in float8 with the scale of its own amax."""
-    return scaled(x, kind[2] / x.abs().max().item(), kind)
+    return scaled(x, kind[2] / (x.abs().max().item() or kind[2]), kind)
 
 
 def expand(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -54,6 +54,8 @@ class Attention:
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scales: Scales):
         self.group, self.factor, self.scales = q.shape[1] // k.shape[1], q.shape[3] ** -0.5, scales
         self.q = current(q.double())
+        # The mean over the rows, in the dtype of k.
+        k = k - k.double().mean(2, keepdim=True).to(k.dtype)
         self.k, self.v = (expand(current(x.double()), self.group) for x in (k, v))
         s = torch.einsum("bhid,bhjd->bhij", self.q, self.k) * self.factor
         if causal:

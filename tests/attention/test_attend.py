@@ -47,7 +47,7 @@ def test_a_model_attends_in_float8(backward):
     x = tokens()
     expected, found = gradients(plain, x), gradients(model, x)
     told = [decibels(a, b) for a, b in zip(expected, found, strict=True)]
-    assert all(15 < db < 80 for db in told), told
+    assert all(15 < db < 100 for db in told), told
     assert [type(m).__name__ for m in (model[0], model[0].attention)] == ["Block", "AttentionInFloat8"]
     assert isinstance(model[0].attention, Attention)
     past = state_of(model[0].attention).history

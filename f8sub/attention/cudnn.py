@@ -116,6 +116,7 @@ def _handle(device: torch.device) -> Any:
     if device not in handles:
         handles[device] = _frontend().create_handle()
     handle = handles[device]
+    # The stream may be another one at each call, as that of a capture is.
     stream = torch.cuda.current_stream(device).cuda_stream
     _frontend().set_stream(handle=handle, stream=stream)
     return handle
@@ -135,6 +136,7 @@ def _graph(
                 return _graphs[key]
             target = {"handle": _handle(device), "sm_version": _compute_capability(device)}
             made = build(kind, problem, format, dtype, target)
+            # Compiled and loaded here, so a graph that is captured was to run before.
             made.build_plans()
             _graphs[key] = _Graph(made, made.get_workspace_size())
     return _graphs[key]
@@ -145,7 +147,9 @@ def _compute_capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def build(kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype, target: dict[str, Any]) -> Any:
+def build(
+    kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype, target: dict[str, Any]
+) -> Any:
     """Return a graph for which cuDNN has a kernel, without the plan that runs it.
 
     Args:
@@ -161,9 +165,7 @@ def build(kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype,
     cudnn = _frontend()
     io = _high_precision(cudnn, dtype) if kind == "bf16 backward" else cudnn.data_type.FP8_E4M3
     floats = cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(
-        io_data_type=io, intermediate_data_type=floats, compute_data_type=floats, **target
-    )
+    graph = cudnn.pygraph(io_data_type=io, intermediate_data_type=floats, compute_data_type=floats, **target)
     {"forward": _forward, "backward": _backward, "bf16 backward": _bf16_backward}[kind](
         cudnn, graph, problem, format, io
     )
@@ -176,8 +178,8 @@ def build(kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype,
     except Exception as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise Float8ConfigError(
-            f"attend_in_float8: cuDNN {cudnn.backend_version_string()} has no {kind} for {problem}: {said[0]}; leave "
-            "these modules out with skip=, or take backward='bf16'"
+            f"attend_in_float8: cuDNN has no kernel, version {cudnn.backend_version_string()}, for the {kind} of "
+            f"{problem}: {said[0]}; leave these modules out with skip=, or take backward='bf16'"
         ) from error
     return graph
 
@@ -253,6 +255,7 @@ def _forward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io:
 
 def _backward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io: Any) -> None:
     tensors = _Tensors(cudnn, graph, problem)
+    # dP has the dtype of dO.
     of_do = cudnn.data_type.FP8_E5M2 if format == E5M2 else io
     *grads, dq, dk, dv, dp = graph.sdpa_fp8_backward(
         **tensors.given(io, "q", "k", "v", "o", dO=of_do, stats=cudnn.data_type.FLOAT),
@@ -280,7 +283,9 @@ def _bf16_backward(cudnn: Any, graph: Any, problem: Problem, format: Float8Forma
 
 
 def _run(made: _Graph, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+    # Of torch's allocator: freed for later kernels of this stream as soon as this call returns.
     workspace = torch.empty(max(1, made.workspace), dtype=torch.uint8, device=device)
+    # Addresses: the package would ask each tensor for its own through DLPack, which has no float8.
     pointers = {_UIDS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
     made.graph.execute(pointers, workspace.data_ptr(), handle=_handle(device))
 
@@ -297,9 +302,15 @@ def forward(
     o = q.new_empty((batch, rows, heads, width), dtype=E4M3.dtype).transpose(1, 2)
     stats = q.new_empty((batch, heads, rows, 1), dtype=torch.float32)
     given = {
-        **{"q": q, "k": k, "v": v, "o": o, "stats": stats, "scale_o": scales.of_o},
+        "q": q,
+        "k": k,
+        "v": v,
+        "o": o,
+        "stats": stats,
+        "scale_o": scales.of_o,
         **_named(scales.inverse, "descale_q", "descale_k", "descale_v"),
         **_named(scales.of_s, "scale_s", "descale_s"),
+        # The graph has these results, which nobody reads.
         **_named(stats.new_zeros(2), "amax_s", "amax_o"),
     }
     _run(_graph("forward", problem, E4M3, q.dtype, q.device), given, q.device)
@@ -315,13 +326,14 @@ def backward(
     format: Float8Format,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """``reference.backward``."""
-    do, q, k, v, o, stats = given
+    _, q, k, v, _, stats = given
     grads = tuple(torch.empty_like(x, dtype=E4M3.dtype) for x in (q, k, v))
     amaxes = stats.new_zeros(4)
     tensors = {
         **dict(zip(("dO", "q", "k", "v", "o", "stats"), given, strict=True)),
         **dict(zip(("dQ", "dK", "dV"), grads, strict=True)),
-        **{"descale_dO": inverse_do, "descale_dP": scales.inverse_dp},
+        "descale_dO": inverse_do,
+        "descale_dP": scales.inverse_dp,
         **{f"descale_{name}": inverse[i : i + 1] for name, i in zip("qkvo", (Q, K, V, O), strict=True)},
         **_named(scales.of_s, "scale_s", "descale_s"),
         **_named(scales.gradients, "scale_dP", "scale_dQ", "scale_dK", "scale_dV"),
@@ -335,7 +347,7 @@ def backward_in_high_precision(
     problem: Problem, given: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``reference.backward_in_high_precision``, with results of the dtype of what is given."""
-    do, q, k, v, o, stats = given
+    _, q, k, v, *_ = given
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     names = "dO", "q", "k", "v", "o", "stats", "dQ", "dK", "dV"
     tensors = dict(zip(names, (*given, dq, dk, dv), strict=True))

@@ -34,7 +34,9 @@ from f8sub.kernels.quantize import quantize
 BACKENDS = {"cudnn": cudnn, "reference": reference}
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Seven = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Seven = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
 
 _measured = WeakTensorKeyDictionary()
 """Layers' marks for which backward ran once in this process: their histories are no longer empty."""
@@ -61,7 +63,7 @@ def _back(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch
     return like(cuda.dequantize(Operand(as_matrix(x), scale_inv.view(1, 1), E4M3), dtype), x)
 
 
-def _attention(
+def _attention(  # noqa: PLR0913  (an operator has no structures)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -74,18 +76,19 @@ def _attention(
     backward: str,
 ) -> Seven:
     """Return o in q's dtype; q, k, v and o in float8, as bytes; their inverse scales; the softmax's logarithms."""
-    packs = [packed(q), smoothed(packed(k)), packed(v)]
-    problem = Problem.of(*packs, causal, scale)
-    (q8, of_q), (k8, of_k), (v8, of_v) = (_cast(x, E4M3) for x in packs)
+    # Packed first: the fake promises the strides of packed tensors, which the difference then has, too.
+    q, k, v = packed(q), smoothed(packed(k)), packed(v)
+    problem = Problem.of(q, k, v, causal, scale)
+    (q8, of_q), (k8, of_k), (v8, of_v) = (_cast(x, E4M3) for x in (q, k, v))
     scales = forward_scales(of_q, of_k, of_v)
     o8, stats = BACKENDS[backend].forward(problem, q8, k8, v8, scales)
     o = _back(o8, scales.inverse[O:], q.dtype)
-    # A view of a tensor of other operators' results may not be a result, so the scales are copied.
+    # As bytes, which autograd takes for numbers that have no gradient.
     q8, k8, v8, o8 = (x.view(torch.uint8) for x in (q8, k8, v8, o8))
     return o, q8, k8, v8, o8, scales.inverse.clone(), stats
 
 
-def _fake_attention(
+def _fake_attention(  # noqa: PLR0913
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -105,7 +108,7 @@ def _fake_attention(
     return o, q8, k8, v8, torch.empty_like(o, dtype=torch.uint8), inverse, stats
 
 
-def _attention_backward(
+def _attention_backward(  # noqa: PLR0913
     do: torch.Tensor,
     saved: list[torch.Tensor],
     history: torch.Tensor,
@@ -117,22 +120,24 @@ def _attention_backward(
     backward: str,
 ) -> Three:
     """Return dq, dk and dv in the dtype of dO."""
-    *codes, inverse, stats = saved
-    codes = [x.view(E4M3.dtype) for x in codes]
-    problem = Problem.of(*codes[:3], causal, scale)
+    *bytes_of, inverse, stats = saved
+    q, k, v, o = (x.view(E4M3.dtype) for x in bytes_of)
+    problem = Problem.of(q, k, v, causal, scale)
     # By rows first, as o is.
     do = do.transpose(1, 2).contiguous().transpose(1, 2)
     kernels = BACKENDS[backend]
     if backward == HIGH_PRECISION:
-        values = [_back(x, inverse[i : i + 1], do.dtype) for i, x in enumerate(codes)]
+        # Of what forward multiplied: the gradients are those of the rounded q, k and v.
+        values = [_back(x, inverse[i : i + 1], do.dtype) for i, x in enumerate((q, k, v, o))]
         made = kernels.backward_in_high_precision(problem, (do, *values, stats))
         dq, dk, dv = (x.to(do.dtype) for x in made)
         return dq, dk, dv
     format = GRADIENT_FORMATS[backward]
     do8, of_do = _cast(do, format)
-    given = do8, *codes, stats
+    given = do8, q, k, v, o, stats
     scales = backward_scales(problem, inverse, of_do, history, format.max)
     if mark not in _measured:
+        # Bounds saturate nothing, so this pass measures; a history that was loaded decides all the same.
         _measured[mark] = True
         _, amaxes = kernels.backward(problem, given, inverse, of_do, scales, format)
         known = with_measured(history, amaxes)
@@ -144,7 +149,7 @@ def _attention_backward(
     return dq, dk, dv
 
 
-def _fake_backward(
+def _fake_backward(  # noqa: PLR0913
     do: torch.Tensor,
     saved: list[torch.Tensor],
     history: torch.Tensor,

@@ -40,6 +40,7 @@ class Problem(NamedTuple):
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> "Problem":
         """Return the problem of packed q, k and v, see ``packed``."""
         batch, heads, rows, width = q.shape
+        # A tensor of one row or one head lies both ways.
         by_heads = q.is_contiguous(), k.is_contiguous(), v.is_contiguous()
         return cls(batch, heads, k.shape[1], rows, k.shape[2], width, causal, scale, by_heads)
 

@@ -41,6 +41,7 @@ def forward(
     for one, heads, kv in _parts(problem):
         s = _scores(problem, q[one, heads], k[one, kv], scales.inverse)
         largest = s.amax(-1, keepdim=True)
+        # No p is above 1.
         p = (s - largest).exp()
         total = p.sum(-1, keepdim=True)
         values = _rounded(p, scales.of_s[0], E4M3) @ v[one, kv].float()
@@ -78,6 +79,7 @@ def backward(
     for one, heads, kv in _parts(problem):
         of_q, of_k, of_v, of_o = (x.float() for x in (q[one, heads], k[one, kv], v[one, kv], o[one, heads]))
         dy = do[one, heads].float()
+        # Not rounded here: dP has p as it is, and only the product with dO reads it rounded.
         p = (_scores(problem, q[one, heads], k[one, kv], inverse) - stats[one, heads]).exp()
         delta = (dy * of_o).sum(-1, keepdim=True) * (of_do * inverse[O])
         dp = (dy @ of_v.t() * (of_do * inverse[V]) - delta) * p * problem.scale
@@ -88,10 +90,10 @@ def backward(
         rounded = _rounded(p, scales.of_s[0], E4M3)
         dv = (rounded.transpose(-1, -2) @ dy).sum(0) * (scales.of_s[1] * of_do)
         amaxes = torch.maximum(amaxes, torch.stack([x.abs().amax() for x in (dp, dq, dk, dv)]))
-        for made, values, scale, index in zip(
-            grads, (dq, dk, dv), scales.gradients[1:], (heads, kv, kv), strict=True
-        ):
-            made[one, index] = _cast(values, scale, E4M3)
+        of_dq, of_dk, of_dv = scales.gradients[1:].unbind()
+        grads[0][one, heads] = _cast(dq, of_dq, E4M3)
+        grads[1][one, kv] = _cast(dk, of_dk, E4M3)
+        grads[2][one, kv] = _cast(dv, of_dv, E4M3)
     return grads, amaxes
 
 

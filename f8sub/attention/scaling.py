@@ -123,6 +123,7 @@ def backward_scales(
                 (of_dp, terms, top, MARGIN, OF_1, LARGEST),
             ).run()
         return BackwardScales(out[:4], out[4:5], out[5:])
+    # An amax is what its scale brings to the largest number.
     amax_q, amax_k, amax_v = (inverse[:3] * OF_1).unbind()
     amax_do = inverse_do.view(()) * top
     dp = of_dp * amax_do * amax_v
@@ -132,7 +133,8 @@ def backward_scales(
     amax = torch.where(remembered > 0, remembered, bounds)
     largest = torch.full_like(amax, OF_1)
     largest[0] = top
-    scale = torch.where(amax > 0, (largest / amax).clamp(max=LARGEST), 1.0)
+    # All zero, it takes any scale; NaN has none, and shows.
+    scale = torch.where(amax != 0, (largest / amax).clamp(max=LARGEST), 1.0)
     return BackwardScales(scale, scale[:1].reciprocal(), _of_s(history))
 
 
@@ -157,5 +159,6 @@ def roll(
     largest = torch.full_like(amaxes, OF_1)
     largest[0] = top
     saturated += (amaxes * scales > largest).float()
+    # In place, as captured graphs and state dicts know the tensors.
     newest = torch.where(amaxes.isfinite(), amaxes, 0.0)
     history.copy_(torch.cat([newest[None], history[:-1]]))

@@ -17,8 +17,8 @@ CHILD = "float8_attention"
 """The name of an attention module's state among its children."""
 
 MIN_LENGTH = 8192
-"""Rows of q, and of k, from which on float8 gains time. Source: docs/attention.md, an H200: 0.68 times bf16's speed with
-sequences of 2048 tokens, 1.16 times with 8192."""
+"""Rows of q, and of k, from which on float8 gains time. Source: docs/attention.md, an H200: 0.68 times bf16's speed
+with sequences of 2048 tokens, 1.16 times with 8192."""
 
 AUTO, CUDNN, REFERENCE = "auto", "cudnn", "reference"
 BACKENDS = (AUTO, CUDNN, REFERENCE)
@@ -55,6 +55,8 @@ class AttentionState(torch.nn.Module):
         super().__init__()
         self.fqn, self.backward, self.backend, self.min_length = fqn, backward, backend, min_length
         self.reason: str | None = ""
+        self._is_asked, self._squares = False, None
+        # Not as inference tensors: backward writes to them.
         with torch.inference_mode(mode=False):
             for name, shape in (("history", (HISTORY, 4)), ("saturated", (4,)), ("mark", (1,))):
                 buffer = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -76,6 +78,7 @@ class AttentionState(torch.nn.Module):
         gqa: bool = False,
     ) -> str | None:
         """Return why a call of attention stays in high precision; None where it does not."""
+        # Heads on ranks of their own come as plain tensors; a DTensor may be a part of the rows.
         if any(is_dtensor(x) for x in (q, k, v)):
             return "q, k and v are DTensors, as under context parallelism"
         if mask is not None:
@@ -91,6 +94,7 @@ class AttentionState(torch.nn.Module):
             return "the call is causal, with as many rows of q as there are not of k"
         if min(q.shape[2], k.shape[2]) < self.min_length:
             return f"sequences of fewer than {self.min_length} tokens (min_length=)"
+        # cuDNN's backward adds to dq in any order.
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms(True)"
         takes = HIGH_PRECISION if self.backend == REFERENCE else KERNELS_DTYPES
@@ -112,9 +116,11 @@ class AttentionState(torch.nn.Module):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """``torch.nn.functional.scaled_dot_product_attention``, in float8 where it applies."""
+        # What autocast does in torch's own.
         dtype = autocast_dtype(query.device.type)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
         reason = self.why_not(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
+        # Past nn.Module's own assignment, which takes a microsecond. A trace may not write to what is outside of it.
         if not torch.compiler.is_compiling():
             self.__dict__["reason"] = reason
         if reason is not None:
@@ -125,12 +131,29 @@ class AttentionState(torch.nn.Module):
         factor = q.shape[3] ** -0.5 if scale is None else scale
         state = self.history, self.saturated, self.mark
         o: torch.Tensor = attention(q, k, v, *state, is_causal, factor, backend, self.backward)[0]
+        if not torch.compiler.is_compiling() and self._is_asked and torch.is_grad_enabled():
+            # A product more than float8 has, in a step of many: autograd need not know of it.
+            with torch.no_grad():
+                exact = SDPA(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa).float()
+                squares = torch.stack([exact.square().sum(), (o - exact).square().sum()])
+                self.__dict__.update(_is_asked=False, _squares=squares)
         return o
+
+    def compare_next(self) -> None:
+        """Compare the next call that is in float8, and trains, with attention in high precision."""
+        self.__dict__.update(_is_asked=True, _squares=None)
+
+    def compared(self) -> torch.Tensor | None:
+        """Return the squares of what that call should have returned, and of its error, float32, (2,); then forget."""
+        squares: torch.Tensor | None = self._squares
+        self.__dict__.update(_is_asked=False, _squares=None)
+        return squares
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AttentionState":
         """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
         for name, buffer in self.named_buffers():
             device = fn(buffer).device
+            # From meta there is nothing to move: zeros are an empty past.
             if device != buffer.device:
                 moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 self._buffers[name] = moved
@@ -144,7 +167,7 @@ class AttentionState(torch.nn.Module):
 @constant_result
 def why_no_kernel(kind: str, index: int | None, width: int, backward: str) -> str | None:
     """Return why cuDNN has no kernel on a device for a head dim; None where it has."""
-    device = torch.device(kind, index)
+    device = torch.device(kind) if index is None else torch.device(kind, index)
     return cudnn.why_not(device) or cudnn.why_not_width(width, device, backward)
 
 

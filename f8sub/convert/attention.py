@@ -8,10 +8,10 @@ the module's forward, so it is there again wherever forward is repeated: in chec
 
 import functools
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +37,14 @@ from f8sub.torch_compat import change_and_restore, is_dtensor
 BACKWARDS = {"float8": "e4m3", "bf16": HIGH_PRECISION}
 """What users call the formats of backward."""
 
-CALLS = re.compile(r"\bscaled_dot_product_attention\(|\bALL_ATTENTION_FUNCTIONS\b")
-"""What the source of a module's own methods has where the module calls attention."""
+TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""Transformers' table of attention functions, in ``modeling_utils``."""
+
+CALLS = {"scaled_dot_product_attention", TABLE}
+"""Names of which the code of a module's own methods has one, where the module calls attention."""
 
 NOT_CALLERS = ("torch.", "f8sub.", "transformers.modeling_utils")
 """Modules of Python whose classes call no attention themselves."""
-
-TABLE = "ALL_ATTENTION_FUNCTIONS"
-"""Transformers' table of attention functions, in ``modeling_utils``."""
 
 
 class AttentionModule(NamedTuple):
@@ -119,10 +119,12 @@ def attend_in_float8(
     if backend == CUDNN and (reason := cudnn.why_not(device)) is not None:
         raise Float8ConfigError(f"attend_in_float8: backend='cudnn' {reason}")
     patterns = [skip] if isinstance(skip, str) else list(skip)
-    callers = {fqn: module for fqn, module in model.named_modules() if calls_attention(type(module))}
+    callers = {fqn: module for fqn, module in model.named_modules() if calls_attention(_class_of(module))}
     idle = [pattern for pattern in patterns if not any(matches(pattern, fqn) for fqn in callers)]
     if idle:
-        warnings.warn(f"skip={idle} of attend_in_float8 match no attention module", Float8Warning, stacklevel=2)
+        warnings.warn(
+            f"skip={idle} of attend_in_float8 match no attention module", Float8Warning, stacklevel=2
+        )
     chosen = [fqn for fqn in callers if not any(matches(pattern, fqn) for pattern in patterns)]
     if not chosen:
         raise Float8ConfigError(
@@ -139,7 +141,7 @@ def attention_modules(model: torch.nn.Module) -> list[AttentionModule]:
     """Return the modules that call attention, and why those that were not converted stay as they are."""
     found = []
     for fqn, module in model.named_modules():
-        if not calls_attention(type(module)):
+        if not calls_attention(_class_of(module)):
             continue
         state = module._modules.get(CHILD)
         if not isinstance(state, AttentionState):
@@ -154,6 +156,7 @@ def _why_never(module: Any, state: AttentionState) -> str | None:
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if implementation != "sdpa":
         return f"attn_implementation={implementation!r}: attention in float8 takes 'sdpa'"
+    # Until it ran it is not known on which device it will.
     if state.backend == AUTO and (reason := cudnn.why_not(state.history.device)) is not None:
         return reason
     return state.reason
@@ -168,24 +171,33 @@ def revert_attention(module: torch.nn.Module) -> None:
 
 
 @functools.cache
-def calls_attention(cls: type) -> bool:
+def calls_attention(cls: Any) -> bool:
     """Return whether the code of a class calls ``scaled_dot_product_attention``, or transformers' table of it."""
     for base in cls.__mro__:
         # What torch's own modules do inside of torch no mode sees; transformers' base class of models has the table.
         if base is object or base.__module__.startswith(NOT_CALLERS):
             continue
-        for member in vars(base).values():
-            if inspect.isfunction(member) and CALLS.search(_source_of(member)):
-                return True
+        if any(CALLS & _names_in(member) for member in vars(base).values()):
+            return True
     return False
 
 
-def _source_of(function: Any) -> str:
-    try:
-        return inspect.getsource(function)
-    # Compiled or typed-in code has no source.
-    except (OSError, TypeError):
-        return ""
+def _class_of(module: torch.nn.Module) -> Any:
+    return type(module)
+
+
+def _names_in(member: Any) -> set[str]:
+    """Return the names that a method's code has, with that of functions in it; none of what is no function."""
+    function = inspect.unwrap(member) if inspect.isfunction(member) else None
+    # From the code and not the source, which typed-in classes have none of.
+    codes = [function.__code__] if inspect.isfunction(function) else []
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found |= set(code.co_names)
+        # Comprehensions and lambdas are constants of the code around them.
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return found
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
@@ -197,24 +209,26 @@ def _device_of(model: torch.nn.Module) -> torch.device:
 
 def _convert(module: torch.nn.Module, state: AttentionState) -> None:
     is_converted = isinstance(module._modules.get(CHILD), AttentionState)
+    # Past the module's own ``__setattr__``, which libraries replace.
     module._modules[CHILD] = state
     if is_converted:
         return
+    # Not imported for its own sake: a model of transformers imported it.
     table = getattr(sys.modules.get("transformers.modeling_utils"), TABLE, None)
-    if table is not None and _reads_table(type(module)):
+    if table is not None and _reads_table(_class_of(module)):
         _enter_in_table(table)
     else:
-        module.__class__ = _class_in_float8(type(module))
+        module.__class__ = _class_in_float8(_class_of(module))
 
 
 @functools.cache
-def _reads_table(cls: type) -> bool:
-    members = [member for base in cls.__mro__ for member in vars(base).values()]
-    return any(inspect.isfunction(member) and TABLE in _source_of(member) for member in members)
+def _reads_table(cls: Any) -> bool:
+    return any(TABLE in _names_in(member) for base in cls.__mro__ for member in vars(base).values())
 
 
 def _enter_in_table(table: Any) -> None:
     """Have transformers' function look for a state; without one it does what it did."""
+    # One entry for all models of the process, so that configs, masks and checkpoints go by the name "sdpa" as before.
     known = table["sdpa"]
     if getattr(known, "is_of_f8sub", False):
         return
@@ -258,7 +272,7 @@ class _InFloat8(torch.nn.Module):
 
 
 @functools.cache
-def _class_in_float8(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _class_in_float8(cls: Any) -> type[torch.nn.Module]:
     """Return the class that modules of ``cls`` turn into; one for each, because dynamo guards on classes."""
     members = {"__module__": cls.__module__, "__reduce_ex__": _reduce}
     return type(f"{cls.__name__}InFloat8", (_InFloat8, cls), members)
@@ -266,9 +280,10 @@ def _class_in_float8(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 def _reduce(module: torch.nn.Module, protocol: Any) -> Any:
     """Have copies and pickles name the class that was converted: the other one has no name to be found by."""
-    return _new_module, (type(module).__bases__[1],), module.__getstate__()  # type: ignore[no-untyped-call]
+    return _new_module, (type(module).__bases__[1],), module.__getstate__()
 
 
 def _new_module(cls: type[torch.nn.Module]) -> torch.nn.Module:
-    both = _class_in_float8(cls)
+    kind: Any = cls
+    both = _class_in_float8(kind)
     return both.__new__(both)

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from f8sub.attention.state import CHILD, AttentionState
 from f8sub.capture import current_capture
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
-from f8sub.diagnostics.statistics import GRADIENT, Statistics, advice_for, decibels
+from f8sub.diagnostics.statistics import ATTENTION, GRADIENT, Statistics, advice_for, decibels
 from f8sub.diagnostics.writers import Writer
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, refuse_other_than_a_module, unknown
 from f8sub.gradients.reduction import measured_by_module
@@ -56,14 +57,37 @@ class GradientRows:
         return (names, HostCopy(torch.stack(found))) if found else None
 
 
-def rows_of(step: int, names: list[str], squares: torch.Tensor) -> list[Statistics]:
+class AttentionRows:
+    """Has modules that attend in float8 compare one call of a sampled step with attention in high precision."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = ((name, module) for name, module in model.named_modules())
+        self._states = {
+            name.replace("_orig_mod.", "").removesuffix(f".{CHILD}"): module
+            for name, module in found
+            if isinstance(module, AttentionState)
+        }
+
+    def begin(self) -> None:
+        """Ask for the next call of each."""
+        for state in self._states.values():
+            state.compare_next()
+
+    def end(self) -> "tuple[list[str], HostCopy] | None":
+        """Return names of modules, and their squares on the way to the host; None if none was called."""
+        squares = {name: state.compared() for name, state in self._states.items()}
+        found = {name: each for name, each in squares.items() if each is not None}
+        return (list(found), HostCopy(torch.stack(list(found.values())))) if found else None
+
+
+def rows_of(step: int, names: list[str], role: str, format: str, squares: torch.Tensor) -> list[Statistics]:
     """Return a row per module from squares (modules, 2), signal and error, on the host."""
     numbers = [name for name in Statistics._fields if name not in ("step", "layer", "role", "format")]
     rows = []
     for name, (signal, error) in zip(names, squares.tolist(), strict=True):
-        # NaN: of gradients the error alone is measured.
+        # NaN: the error alone is measured.
         of_row = {**dict.fromkeys(numbers, float("nan")), "sqnr": decibels(signal, error)}
-        rows.append(Statistics(step, name, GRADIENT, "e4m3 1x128", **of_row))
+        rows.append(Statistics(step, name, role, format, **of_row))
     return rows
 
 
@@ -78,7 +102,8 @@ class Monitor:
     print(monitor.worst(8))
 
     Where ``reduce_gradients_in_float8`` measures, each measured reduction is a row of the step that it was in, with
-    role "gradient" and the name of its FSDP2 module.
+    role "gradient" and the name of its FSDP2 module. A module that attends in float8 has a row with role "attention",
+    the error of what this rank's first call returned.
 
     Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
     eagerly. Of several forwards in one step the first is measured, and none under ``no_grad``. All ranks sample the
@@ -142,7 +167,7 @@ class Monitor:
         self._step, self._in_step = -1, False
         self._sample: Sample | None = None
         self._warned = False
-        self._gradients = GradientRows(model)
+        self._gradients, self._attention = GradientRows(model), AttentionRows(model)
         self._pending: list[tuple[int, HostCopy, Callable[[torch.Tensor], list[Statistics]]]] = []
         self.rows: list[Statistics] = []
         """All rows so far, in the order of the steps."""
@@ -249,11 +274,17 @@ class Monitor:
         self._read(wait=False)
         if self._step % self._every == 0:
             self._sample = Sample(self._step, self._modules, self._rows)
+            self._attention.begin()
 
     def _end(self, *, failed: bool) -> None:
         sample, self._sample, self._in_step = self._sample, None, False
         if sample is not None:
             sample.close()
+            attended = self._attention.end()
+            if attended is not None and not failed:
+                names, copy = attended
+                told = functools.partial(rows_of, self._step, names, ATTENTION, "e4m3")
+                self._pending.append((self._step, copy, told))
             if not failed:
                 self._check(sample)
                 # A collective, which all ranks come to: they sample the same steps.
@@ -261,7 +292,8 @@ class Monitor:
                 self._pending.append((self._step, copy, sample.statistics))
         if not failed and (gradients := self._gradients.new()) is not None:
             names, copy = gradients
-            self._pending.append((self._step, copy, functools.partial(rows_of, self._step, names)))
+            told = functools.partial(rows_of, self._step, names, GRADIENT, "e4m3 1x128")
+            self._pending.append((self._step, copy, told))
 
     def _check(self, sample: Sample) -> None:
         if sample.saw_nothing and not self._warned:

@@ -242,6 +242,12 @@ def _magnitudes(operand: Operand) -> torch.Tensor:
 GRADIENT = "gradient"
 """The role of rows that tell the error of a module's reduced gradients, by ``sqnr`` alone."""
 
+ATTENTION = "attention"
+"""The role of rows of what attention in float8 returns, beside what it would have been; they have a ``sqnr`` alone."""
+
+ERRORS_ALONE = (GRADIENT, ATTENTION)
+"""Roles of rows that have no statistics but ``sqnr``."""
+
 
 class Statistics(NamedTuple):
     """Holds the statistics of one operand, or of a module's reduced gradients, in one step; NaN is not measured.

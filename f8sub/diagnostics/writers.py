@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from f8sub.diagnostics.statistics import GRADIENT, Statistics
+from f8sub.diagnostics.statistics import ERRORS_ALONE, Statistics
 from f8sub.errors import Float8ConfigError, Float8Warning
 
 Writer = Callable[[int, Sequence[Statistics]], None]
@@ -25,7 +25,7 @@ _MAGNITUDES = ("amax", "rms", "scale_min", "scale_max")
 
 def numbers_of(row: Statistics) -> tuple[str, ...]:
     """Return the names of the statistics that a row has."""
-    return ("sqnr",) if row.role == GRADIENT else _NUMBERS
+    return ("sqnr",) if row.role in ERRORS_ALONE else _NUMBERS
 
 
 def jsonl(path: str | os.PathLike[str]) -> Writer:

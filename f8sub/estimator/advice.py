@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.convert.filters import kind_of
+from f8sub.estimator.attention import advice_on_attention
 from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
 from f8sub.estimator.experts import by_module, gain_of
 from f8sub.estimator.gpus import Gpu
@@ -127,6 +128,8 @@ def advice(
             f"{best.host_seconds * 1e3:.0f} ms for it, and the GPU waits {1 - step.replayed / step.launched:.0%} of "
             f"them. {host_measured(len(shapes.blocks), best.replayed)}"
         )
+    if of_attention := advice_on_attention(shapes.products, cluster.gpu, run, step.replayed):
+        yield of_attention
     if skip := losing(shapes, recipe, cluster, run):
         yield f"These layers lose time in float8: skip={skip}"
     yield from _of_memory(policies, cluster.gpu, run)

@@ -5,8 +5,8 @@ that fails is a line with its error.
 
     python scripts/bench/attention.py --seconds 150
 
-case "time": milliseconds of forward, backward and both, with all casts from and to bf16; ``saved_mb`` and ``peak_mb`` of
-one forward and backward beyond the inputs; ``host_ms`` to launch both.
+case "time": milliseconds of forward, backward and both, with all casts from and to bf16; ``saved_mb`` and ``peak_mb``
+of one forward and backward beyond the inputs; ``host_ms`` to launch both.
 case "accuracy": SQNR in dB of o, dq, dk, dv against float32 attention of the same bf16 inputs, of the kernels and of
 f8sub's reference; ``close_db`` is of the kernels against the reference.
 case "step": forward and backward of Llama 3 8B blocks, compiled, arms in turns; ``over_bf16`` is speed.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import statistics
@@ -157,8 +158,7 @@ def time_one(session: Session, name: str, call: Any, batch: int, length: int) ->
     torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
     session.synchronize()
     peak = torch.cuda.max_memory_allocated() / 2**20 - before if session.device == "cuda" else 0.0
-    backward = session.median_ms(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
-    del o
+    backward = session.median_ms(functools.partial(torch.autograd.grad, o, (q, k, v), do, retain_graph=True))
     with torch.no_grad():
         forward = session.median_ms(lambda: call(q, k, v))
     say(
@@ -194,9 +194,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -
     unseen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     for i in range(k.shape[1]):
         heads = slice(i * group, (i + 1) * group)
-        given = [
-            x.float().detach().requires_grad_() for x in (q[:, heads], k[:, i : i + 1], v[:, i : i + 1])
-        ]
+        given = [x.float().detach().requires_grad_() for x in (q[:, heads], k[:, i : i + 1], v[:, i : i + 1])]
         p = given[0] @ given[1].transpose(-1, -2) * WIDTH**-0.5
         o = p.masked_fill(unseen, -math.inf).softmax(-1) @ given[2]
         grads = torch.autograd.grad(o, given, do[:, heads].float())

@@ -67,6 +67,23 @@ def convert_from_float8():
     assert type(model[0]) is nn.Linear
 
 
+def attend_in_float8():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.o = nn.Linear(256, 768), nn.Linear(256, 256)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 128)).transpose(1, 3).unbind(2)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.o(y.transpose(1, 2).flatten(2))
+
+    model = nn.Sequential(Attention(), Attention())
+    print(f8sub.attend_in_float8(model))  # ['0', '1']
+    y = model(torch.randn(1, 512, 256))  # in high precision: on a CPU, and short
+    print(f8sub.conversion_report(model).attention[0].title)
+
+
 def keep_swiglu_input_in_float8():
     class FeedForward(nn.Module):
         def __init__(self):

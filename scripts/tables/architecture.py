@@ -32,8 +32,8 @@ from scripts.table import ROOT, write_between_markers
 PACKAGE = ROOT / "f8sub"
 COMMAND = "python scripts/tables/architecture.py --write-docs"
 ROOMS = (
-    *("values", "kernels", "attention", "tensor", "weights", "delayed", "linear", "experts", "convert", "tensor_parallel"),
-    *("gradients", "graphs", "checkpoint", "estimator", "diagnostics", "integrations"),
+    *("values", "kernels", "attention", "tensor", "weights", "delayed", "linear", "experts", "convert"),
+    *("tensor_parallel", "gradients", "graphs", "checkpoint", "estimator", "diagnostics", "integrations"),
 )
 """In the order of imports: a module imports its own room or those before it."""
 VALUES = {"capture", "errors", "formats", "host_copy", "recipe", "recipes"}

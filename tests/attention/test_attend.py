@@ -345,3 +345,19 @@ def test_a_whole_block_may_call_it():
     assert 18 < decibels(expected, model(tokens())) < 60
     assert state_of(model[0]).reason is None
     assert state_of(model[0].attention).reason == ""
+
+
+def test_a_monitor_has_a_row_of_each():
+    model, plain = blocks(), blocks()
+    for each in (model, plain):
+        f8sub.convert_to_float8(each, min_dim=0)
+        in_float8(each, skip="1")
+    monitor = f8sub.Monitor(model, every=2)
+    for seed in range(3):
+        with monitor:
+            found = gradients(model, tokens(seed=seed))
+        assert same(found, gradients(plain, tokens(seed=seed)))
+    monitor.flush()
+    rows = [row for row in monitor.rows if row.role == "attention"]
+    assert [(row.step, row.layer) for row in rows] == [(0, "0.attention"), (2, "0.attention")]
+    assert all(20 < row.sqnr < 30 for row in rows)

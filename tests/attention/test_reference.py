@@ -59,7 +59,9 @@ def test_against_the_oracle(case, backward):
     kind = oracle.E5M2 if backward == "e5m2" else oracle.E4M3
     past = torch.tensor([1e-3, 4e-3, 6e-3, 8e-3])
     kept[0][3] = past
-    scales = [top / (2 * amax) for top, amax in zip((kind[2], 448.0, 448.0, 448.0), past.tolist(), strict=True)]
+    scales = [
+        top / (2 * amax) for top, amax in zip((kind[2], 448.0, 448.0, 448.0), past.tolist(), strict=True)
+    ]
     found = run(given, kept, causal, backward)
     expected = oracle.Attention(*qkv, causal, oracle.Scales(scale_of_o(qkv[2]), *scales))
     grads, amaxes = expected.backward(do, kind)
@@ -120,7 +122,9 @@ def adversarial(kind: str, seed: int) -> list[torch.Tensor]:
     return [q, k, v, do]
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "equal keys", "one sign", "constant", "sharp", "a sink", "small"])
+@pytest.mark.parametrize(
+    "kind", ["gaussian", "equal keys", "one sign", "constant", "sharp", "a sink", "small"]
+)
 def test_nothing_saturates_without_a_past(kind):
     for seed in range(3):
         kept = state()

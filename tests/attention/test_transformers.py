@@ -36,7 +36,7 @@ def test_llama():
     assert type(model.model.layers[0].self_attn) is type(plain.model.layers[0].self_attn)
     expected = losses(plain)
     made = losses(model)
-    assert all(15 < decibels(a, b) for a, b in zip(expected[1:], made[1:], strict=True))
+    assert all(decibels(a, b) > 15 for a, b in zip(expected[1:], made[1:], strict=True))
     assert not torch.equal(expected[0], made[0])
     # Other models of the process stay as they were.
     assert all(torch.equal(a, b) for a, b in zip(expected, losses(plain), strict=True))

@@ -42,7 +42,7 @@ MOST_LINES_OF_README, MOST_WORDS_OF_README = 180, 1400
 MOST_WORDS_OF_DOCS = 27_500
 """Of docs/ without docs/measurements and the generated docs/api.md, borders of tables not counted."""
 MOST_WORDS_OF_A_PAGE = 1_600
-LONGER = {"troubleshooting.md": 7_000, "architecture.md": 2_200}
+LONGER = {"troubleshooting.md": 7_000, "architecture.md": 2_250}
 """An entry for each error and warning; tables that a script writes."""
 MOST_IN_MESSAGES, MOST_IN_API = 0, 0
 

@@ -27,7 +27,9 @@ def backward_scales(
 ):  # fmt: skip
     """Write the scales of a backward, 7 float32: see ``BackwardScales``; ROWS is a power of 2, BACKWARDS or more."""
     i, column = tl.arange(0, ROWS), tl.arange(0, 4)
-    remembered = tl.load(history_ptr + i[:, None] * 4 + column[None, :], mask=i[:, None] < BACKWARDS, other=0.0)
+    remembered = tl.load(
+        history_ptr + i[:, None] * 4 + column[None, :], mask=i[:, None] < BACKWARDS, other=0.0
+    )
     remembered = tl.max(remembered, 0) * MARGIN
     amax_q = tl.load(inverse_ptr) * OF_1
     amax_k = tl.load(inverse_ptr + 1) * OF_1

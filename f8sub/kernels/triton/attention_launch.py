@@ -1,5 +1,7 @@
 """The launches of ``attention.py``'s kernels."""
 
+from typing import Any
+
 import torch
 
 from f8sub.kernels.triton import attention
@@ -24,7 +26,7 @@ def forward_scales(
 def backward_scales(tensors: tuple[torch.Tensor, ...], numbers: tuple[float, ...]) -> Launch:
     """Return the launch that fills ``out``, the last of the tensors, float32, (7,)."""
     names = "inverse_ptr", "inverse_do_ptr", "history_ptr", "out_ptr"
-    arguments = dict(zip(names, tensors, strict=True))
+    arguments: dict[str, Any] = dict(zip(names, tensors, strict=True))
     arguments |= dict(zip(("OF_DP", "TERMS", "TOP", "MARGIN", "OF_1", "LARGEST"), numbers, strict=True))
     arguments |= {"BACKWARDS": len(arguments["history_ptr"]), "ROWS": MOST_ROWS}
     return Launch(attention.backward_scales, 1, arguments, ONE_WARP)
@@ -39,7 +41,12 @@ def roll(
     of_1: float,
 ) -> Launch:
     """Return the launch that writes to ``history`` and ``saturated``."""
-    arguments = {"history_ptr": history, "saturated_ptr": saturated, "amaxes_ptr": amaxes, "scales_ptr": scales}
+    arguments: dict[str, Any] = {
+        "history_ptr": history,
+        "saturated_ptr": saturated,
+        "amaxes_ptr": amaxes,
+        "scales_ptr": scales,
+    }
     arguments |= {"BACKWARDS": len(history), "TOP": top, "OF_1": of_1, "ROWS": MOST_ROWS}
     return Launch(attention.roll, 1, arguments, ONE_WARP)
 
@@ -47,6 +54,7 @@ def roll(
 def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) -> Launch:
     """Return the launch that fills ``out`` from codes of as many elements, both without gaps in memory."""
     n = codes.numel()
+    # Bytes, which Triton's interpreter reads, too.
     arguments = {
         "codes_ptr": codes.view(torch.uint8),
         "scale_inv_ptr": scale_inv,

@@ -104,14 +104,14 @@ def train(rank: int, recipe: str | None, method: str | None, all_gather: bool = 
 @pytest.mark.parametrize("method", ["alltoall", "allgather"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_layers_train(rank, world, recipe, method):
-    """Bitwise with and without a float8 all-gather, and from run to run; as far from high precision as without ranks."""
+    """Bitwise with and without a float8 all-gather, and from run to run."""
     found = train(rank, recipe, method)
     assert same(found, train(rank, recipe, method))
     assert same(found, train(rank, recipe, method, all_gather=False))
     # Ranks attend to each other's tokens: the same as one rank with all of them.
     high = train(rank, None, method)
     assert all(decibels(a, b) > 100 for a, b in zip(train(rank, None, None), high, strict=True))
-    assert all(20 < decibels(a, b) for a, b in zip(high, found, strict=True))
+    assert all(decibels(a, b) > 20 for a, b in zip(high, found, strict=True))
     assert not same(high, found)
 
 

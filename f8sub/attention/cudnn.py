@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.attention.problem import E4M3, E5M2, Problem
+from f8sub.attention.problem import E4M3, E5M2, HIGH_PRECISION, Problem
 from f8sub.attention.scaling import BackwardScales, ForwardScales, K, O, Q, V
 from f8sub.errors import Float8ConfigError
 from f8sub.formats import Float8Format
@@ -33,6 +33,10 @@ WIDTHS = range(16, 257, 16)
 BLACKWELLS_WIDTHS = range(16, 129, 16)
 FLOAT8_BACKWARDS_WIDTHS = (128,)
 """Head dims of backward in float8 on Hopper. Source of all three: the checks of cudnn-frontend 1.23.0."""
+
+FLOAT8_BACKWARDS_MULTIPLE = 128
+"""Lengths that backward in float8 takes. Source: tests/cuda/test_float8_attention.py with cuDNN 9.19 on an H200: dq was
+right at 256 to 1024 rows that are multiples of it, 0.7 dB worse at 1000 rows, and 12 dB worse at 40."""
 
 # Numbers by which a graph knows its tensors; a tensor of both graphs has one number.
 _UIDS = {
@@ -85,13 +89,24 @@ def _version() -> str:
 
 def why_not_width(width: int, device: torch.device, backward: str) -> str | None:
     """Return why a head dim is not taken; None where it is. ``backward`` is one of ``BACKWARDS``."""
+    # Blackwell's kernels take fewer widths forward, and more backward.
     is_hopper = torch.cuda.get_device_capability(device)[0] == OLDEST[0]
     forwards = WIDTHS if is_hopper else BLACKWELLS_WIDTHS
     if width not in forwards:
         return f"head dim {width}: the kernels take multiples of 16 up to {forwards[-1]}"
-    if is_hopper and backward != "bf16" and width not in FLOAT8_BACKWARDS_WIDTHS:
+    if is_hopper and backward != HIGH_PRECISION and width not in FLOAT8_BACKWARDS_WIDTHS:
         return f"head dim {width}: backward in float8 takes 128 on Hopper; backward='bf16' takes it"
     return None
+
+
+def why_not_lengths(rows: int, cols: int, backward: str) -> str | None:
+    """Return why lengths of q and of k are not taken; None where they are. Forward takes any."""
+    multiple = FLOAT8_BACKWARDS_MULTIPLE
+    if backward == HIGH_PRECISION or (rows % multiple == 0 and cols % multiple == 0):
+        return None
+    return (
+        f"a length that is no multiple of {multiple}, at which cuDNN's dq is wrong; backward='bf16' takes any"
+    )
 
 
 def _frontend() -> Any:
@@ -129,6 +144,7 @@ _building = threading.Lock()
 def _graph(
     kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype, device: torch.device
 ) -> _Graph:
+    # By value: a graph serves all layers of one shape.
     key = kind, problem, format.name, dtype, device
     if key not in _graphs:
         with _building:
@@ -163,6 +179,7 @@ def build(
         Float8ConfigError: cuDNN has none.
     """
     cudnn = _frontend()
+    # In backward in float8 dq, dk and dv are e4m3: cuDNN writes bf16 from Blackwell on.
     io = _high_precision(cudnn, dtype) if kind == "bf16 backward" else cudnn.data_type.FP8_E4M3
     floats = cudnn.data_type.FLOAT
     graph = cudnn.pygraph(io_data_type=io, intermediate_data_type=floats, compute_data_type=floats, **target)
@@ -299,6 +316,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.forward``."""
     batch, heads, rows, width = q.shape
+    # By rows first, as the linear layer after it reads o.
     o = q.new_empty((batch, rows, heads, width), dtype=E4M3.dtype).transpose(1, 2)
     stats = q.new_empty((batch, heads, rows, 1), dtype=torch.float32)
     given = {

@@ -132,6 +132,7 @@ def _attention_backward(  # noqa: PLR0913
         made = kernels.backward_in_high_precision(problem, (do, *values, stats))
         dq, dk, dv = (x.to(do.dtype) for x in made)
         return dq, dk, dv
+    # The current amax of dO, as of q, k and v in forward.
     format = GRADIENT_FORMATS[backward]
     do8, of_do = _cast(do, format)
     given = do8, q, k, v, o, stats
@@ -180,6 +181,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Seven) -> None:
 
 
 def _differentiate(ctx: Any, do: torch.Tensor | None, *of_saved: None) -> tuple[Any, ...]:
+    # Nothing that trains reads o.
     if do is None:
         return (None,) * 10
     made = attention_backward(do, list(ctx.saved_tensors), *ctx.state, *ctx.options)

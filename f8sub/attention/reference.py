@@ -72,6 +72,7 @@ def backward(
     Returns:
         dq, dk and dv, e4m3, in the shapes and memory orders of q, k and v; float32, (4,).
     """
+    # As many bytes as the kernels write, in the memory order of q, k and v.
     do, q, k, v, o, stats = given
     grads = tuple(torch.empty_like(x, dtype=E4M3.dtype) for x in (q, k, v))
     amaxes = stats.new_zeros(4)
@@ -126,6 +127,7 @@ def _scores(problem: Problem, q: torch.Tensor, k: torch.Tensor, inverse: torch.T
     """Return q @ k.t(), scaled and masked: float32, (group, rows, cols)."""
     s = q.float() @ k.float().t() * (problem.scale * inverse[Q] * inverse[K])
     if problem.causal:
+        # From the first column on, as torch's is_causal, whatever the lengths.
         unseen = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
         s = s.masked_fill(unseen, -torch.inf)
     return s

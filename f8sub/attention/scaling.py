@@ -80,6 +80,7 @@ def forward_scales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Forward
         with support.device_of(v):
             attention_launch.forward_scales(q, k, v, out, HEADROOM, OF_1).run()
         return ForwardScales(out[:4], out[4:5], out[5:])
+    # o is a mean of rows of v, so its scale is v's, with room for probabilities that were rounded up.
     inverse = torch.cat([q.view(1), k.view(1), v.view(1), v.view(1) / HEADROOM])
     return ForwardScales(inverse, inverse[O:].reciprocal(), _of_s(v))
 
@@ -126,6 +127,7 @@ def backward_scales(
     # An amax is what its scale brings to the largest number.
     amax_q, amax_k, amax_v = (inverse[:3] * OF_1).unbind()
     amax_do = inverse_do.view(()) * top
+    # |dO . v| and |dO . o| are at most width times both amaxes.
     dp = of_dp * amax_do * amax_v
     # The rows of P sum up to 1, so dq is at most a mean; dk and dv are sums over all rows.
     bounds = torch.stack([dp, dp * amax_k, terms * dp * amax_q, terms * amax_do])
@@ -156,6 +158,7 @@ def roll(
         with support.device_of(history):
             attention_launch.roll(history, saturated, amaxes, scales, top, OF_1).run()
         return
+    # dP has the format of dO, the others e4m3.
     largest = torch.full_like(amaxes, OF_1)
     largest[0] = top
     saturated += (amaxes * scales > largest).float()

@@ -132,6 +132,7 @@ def attend_in_float8(
             f"({'skip= leaves none' if callers else 'flex, flash and own kernels are not taken'}); move the call into "
             "the forward of a module of the model"
         )
+    # All that can be refused is, so an error leaves the model as it was.
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS[backward], backend, min_length, device))
     return chosen
@@ -153,6 +154,7 @@ def attention_modules(model: torch.nn.Module) -> list[AttentionModule]:
 
 def _why_never(module: Any, state: AttentionState) -> str | None:
     """Return why no call of a module can be in float8, as far as it is known before one."""
+    # Of a model of another library there is no such name.
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if implementation != "sdpa":
         return f"attn_implementation={implementation!r}: attention in float8 takes 'sdpa'"
@@ -164,6 +166,7 @@ def _why_never(module: Any, state: AttentionState) -> str | None:
 
 def revert_attention(module: torch.nn.Module) -> None:
     """Give a module back the class that it had, without a state; nothing where it has none."""
+    # Modules of transformers kept their class.
     if isinstance(module._modules.get(CHILD), AttentionState):
         del module._modules[CHILD]
         if isinstance(module, _InFloat8):

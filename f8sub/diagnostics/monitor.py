@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.attention.state import CHILD, AttentionState
 from f8sub.capture import current_capture
+from f8sub.convert.attention import attention_modules
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import ATTENTION, GRADIENT, Statistics, advice_for, decibels
@@ -61,11 +61,10 @@ class AttentionRows:
     """Has modules that attend in float8 compare one call of a sampled step with attention in high precision."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        found = ((name, module) for name, module in model.named_modules())
         self._states = {
-            name.replace("_orig_mod.", "").removesuffix(f".{CHILD}"): module
-            for name, module in found
-            if isinstance(module, AttentionState)
+            each.fqn.replace("_orig_mod.", ""): each.state
+            for each in attention_modules(model)
+            if each.state is not None
         }
 
     def begin(self) -> None:

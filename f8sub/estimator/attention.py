@@ -8,7 +8,7 @@ from f8sub.estimator.gpus import Gpu
 from f8sub.estimator.products import Product
 from f8sub.estimator.seconds import ATTENTION_PASSES, FULL, Run, attention_seconds
 
-MEASURED = ((2048, 0.68), (8192, 1.16), (32768, 1.25))
+MEASURED = ((2048, 0.65), (8192, 1.13), (32768, 1.24))
 """Tokens of a sequence, and speed of attention over bf16's, forward and backward with all casts. Source:
 docs/measurements/parts.md, an H200, heads of 128 features."""
 
@@ -54,6 +54,7 @@ def advice_on_attention(products: Sequence[Product], gpu: Gpu, run: Run, step: f
     # Only full checkpointing repeats the forward of attention.
     passes = ATTENTION_PASSES + (1 if run.checkpoint == FULL else 0)
     attention = passes * sum(attention_seconds(product, gpu, run) for product in reading)
+    # What attention saves is saved of the step: nothing of it is hidden behind other work.
     faster = step / (step - attention * (1 - 1 / gain))
     if faster < LEAST_GAIN:
         return None

@@ -203,6 +203,14 @@ def test_head_dims(monkeypatch, capability, width, backward, reason):
     assert found is None if reason is None else reason in found
 
 
+def test_lengths_that_cudnn_multiplies_wrongly():
+    """Measured: dq of 1000 and of 40 rows."""
+    assert "no multiple of 128" in cudnn.why_not_lengths(1000, 1024, "e4m3")
+    assert "no multiple of 128" in cudnn.why_not_lengths(1024, 1000, "e4m3")
+    assert cudnn.why_not_lengths(384, 1024, "e4m3") is None
+    assert cudnn.why_not_lengths(1000, 40, "bf16") is None
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.usefixtures("fresh_compiler")

@@ -70,6 +70,7 @@ CASES = {
     "full": ((2, 4, 4, 512, 512, 128), False),
     "odd length": ((2, 4, 2, 1000, 1000, 128), True),
     "shorter than a tile": ((3, 4, 2, 40, 40, 128), True),
+    "a tile": ((2, 4, 2, 128, 128, 128), True),
     "other lengths": ((1, 4, 4, 256, 640, 128), False),
     "one head": ((1, 7, 1, 384, 384, 128), True),
 }
@@ -80,6 +81,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_as_exact_as_the_reference(case, backward, by_rows):
     shape, causal = CASES[case]
+    if backward != "bf16" and shape[3] % cudnn.FLOAT8_BACKWARDS_MULTIPLE:
+        pytest.skip("attend_in_float8 does not send such lengths there: dq would be wrong")
     given = inputs(shape, by_rows=by_rows)
     wanted = exact(given, causal)
     kernels, reference = (results(given, causal, backend, backward) for backend in ("cudnn", "reference"))
@@ -90,7 +93,8 @@ def test_kernels_are_as_exact_as_the_reference(case, backward, by_rows):
     print(case, backward, told)
     assert all(ours > theirs - WORSE and close > CLOSE for ours, theirs, close in told.values()), told
     for x, made in zip(given, kernels[1:], strict=False):
-        assert x.stride() == made.stride()
+        assert x.is_contiguous() == made.is_contiguous()
+        assert x.transpose(1, 2).is_contiguous() == made.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("width", [64, 96, 256])
@@ -148,7 +152,7 @@ def grads_of(module, x) -> list[torch.Tensor]:
 @pytest.mark.parametrize("backward", ["float8", "bf16"])
 def test_compiled(backward):
     torch._dynamo.reset()
-    x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 384, 256, device="cuda", dtype=torch.bfloat16)
     eager, compiled = model(backward=backward), model(backward=backward)
     compiled.compile(fullgraph=True)
     for _ in range(3):
@@ -189,6 +193,7 @@ def test_saves_less_than_bf16():
     taken = []
     for in_float8 in (False, True):
         before = torch.cuda.memory_allocated()
+        # o itself is freed where backward does not read it, as after a layer that multiplies it in float8.
         if in_float8:
             o = ops.attention(*x, *state(), True, 128**-0.5, "cudnn", "e4m3")[0]
         else:
@@ -197,10 +202,12 @@ def test_saves_less_than_bf16():
                 fresh = [t * 1 for t in x]
                 o = F.scaled_dot_product_attention(*fresh, is_causal=True, enable_gqa=True)
                 del fresh
-        taken.append(torch.cuda.memory_allocated() - before)
-        torch.autograd.grad(o, x, do)
+        total = (o * do).sum()
         del o
-    assert taken[1] < 0.85 * taken[0]
+        taken.append(torch.cuda.memory_allocated() - before)
+        torch.autograd.grad(total, x)
+        del total
+    assert taken[1] < 0.6 * taken[0]
 
 
 def test_what_the_kernels_do_not_take_stays_as_it_was():
@@ -211,6 +218,12 @@ def test_what_the_kernels_do_not_take_stays_as_it_was():
     f8sub.attend_in_float8(narrow, min_length=0)
     assert torch.equal(narrow(x), expected)
     assert "head dim 64" in getattr(narrow, CHILD).reason
+    x = x[:, :100]
+    expected = expected[:, :100]
+    wide = Attention().to("cuda", torch.bfloat16)
+    f8sub.attend_in_float8(wide, min_length=0)
+    wide(x)
+    assert "no multiple of 128" in getattr(wide, CHILD).reason
     f8sub.attend_in_float8(narrow, min_length=0, backward="bf16")
     assert 15 < db(narrow(x), expected) < 40
     assert getattr(narrow, CHILD).reason is None

@@ -11,7 +11,7 @@ from f8sub.estimator.gpus import H100, H200
 
 @pytest.mark.parametrize(
     ("sequence", "gain"),
-    [(1024, None), (2048, None), (4096, None), (8192, 1.16), (16384, 1.205), (131072, 1.25)],
+    [(1024, None), (2048, None), (4096, None), (8192, 1.13), (16384, 1.185), (131072, 1.24)],
 )
 def test_between_the_measured_lengths(sequence, gain):
     found = gain_of_attention(H200, sequence, 128)
@@ -22,7 +22,7 @@ def test_between_the_measured_lengths(sequence, gain):
 
 @pytest.mark.parametrize(("sequence", "least", "most"), [(8192, 1.02, 1.05), (32768, 1.06, 1.13)])
 def test_of_a_step(sequence, least, most):
-    """2 % of a step with 8192 tokens and 9 % with 32768, from measured parts."""
+    """Four blocks were 1.04 times as fast with 8192 tokens and 1.11 times with 32768."""
     page = str(f8sub.estimate("llama3-8b", tokens=sequence, sequence=sequence))
     told = re.search(
         r"attend_in_float8\(model\)\s+makes attention (\S+)\s+times as fast and\s+the\s+step (\S+)", page

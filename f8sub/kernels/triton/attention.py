@@ -10,6 +10,7 @@ import triton.language as tl
 @triton.jit
 def forward_scales(q_ptr, k_ptr, v_ptr, out_ptr, HEADROOM, OF_1):
     """Write the scales of a forward, 7 float32: see ``ForwardScales``. q_ptr, k_ptr, v_ptr: inverse scales."""
+    # One after another: loads of single numbers are not worth vectors.
     of_v = tl.load(v_ptr)
     tl.store(out_ptr, tl.load(q_ptr))
     tl.store(out_ptr + 1, tl.load(k_ptr))
@@ -63,6 +64,7 @@ def roll(history_ptr, saturated_ptr, amaxes_ptr, scales_ptr, BACKWARDS, TOP, OF_
     amaxes = tl.load(amaxes_ptr + column)
     too_large = amaxes * tl.load(scales_ptr + column) > tl.where(column == 0, TOP, OF_1)
     counted = tl.load(saturated_ptr + column) + too_large.to(tl.float32)
+    # Rows move by one place, so no row may be stored before the next one was loaded.
     tl.debug_barrier()
     tl.store(at + 4, kept, mask=stays)
     tl.store(history_ptr + column, tl.where(tl.abs(amaxes) < float("inf"), amaxes, 0.0))

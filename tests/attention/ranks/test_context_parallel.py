@@ -126,3 +126,19 @@ def test_attention_in_float8_leaves_it_as_it_was(rank, world):
             found.append(each(x))
     assert torch.equal(*found)
     assert not getattr(changed[0].attention, CHILD).history.any()
+
+
+def test_compiled_attention_in_float8_leaves_it_as_it_was(rank, world):
+    """A state would see this rank's tokens alone."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,))
+    plain, changed = blocks(1), blocks(1)
+    f8sub.attend_in_float8(changed, backend="reference", min_length=0)
+    call = torch.compile(changed, backend="eager")
+    found = []
+    for each in (plain, call):
+        x = tokens(length=16)
+        with flash_on_cpus(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            found.append(each(x))
+    assert torch.equal(*found)
+    assert not getattr(changed[0].attention, CHILD).history.any()

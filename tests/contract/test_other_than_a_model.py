@@ -34,6 +34,7 @@ FOLDER = Path("no such folder")
 
 OF_A_MODEL: dict[str, Callable[[Any], Any]] = {
     "Monitor": lambda model: f8sub.Monitor(model, every=1),
+    "attend_in_float8": f8sub.attend_in_float8,
     "compare": lambda model: f8sub.compare(model, [torch.ones(2, 4)]),
     "conversion_report": f8sub.conversion_report,
     "convert_from_float8": f8sub.convert_from_float8,

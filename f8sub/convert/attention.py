@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ BACKWARDS = {"float8": "e4m3", "bf16": HIGH_PRECISION}
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """Transformers' table of attention functions, in ``modeling_utils``."""
+
+WITHOUT_MASK = "sdpa_without_mask"
+"""The entry of that table which ``f8sub.integrations.transformers.attend_causally`` makes. Transformers makes no mask
+for it, because none is registered for it."""
 
 CALLS = {"scaled_dot_product_attention", TABLE}
 """Names of which the code of a module's own methods has one, where the module calls attention."""
@@ -156,7 +160,7 @@ def _why_never(module: Any, state: AttentionState) -> str | None:
     """Return why no call of a module can be in float8, as far as it is known before one."""
     # Of a model of another library there is no such name.
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
-    if implementation != "sdpa":
+    if implementation not in ("sdpa", WITHOUT_MASK):
         return f"attn_implementation={implementation!r}: attention in float8 takes 'sdpa'"
     # Until it ran it is not known on which device it will.
     if state.backend == AUTO and (reason := cudnn.why_not(state.history.device)) is not None:
@@ -233,8 +237,12 @@ def _enter_in_table(table: Any) -> None:
     """Have transformers' function look for a state; without one it does what it did."""
     # One entry for all models of the process, so that configs, masks and checkpoints go by the name "sdpa" as before.
     known = table["sdpa"]
-    if getattr(known, "is_of_f8sub", False):
-        return
+    if not getattr(known, "is_of_f8sub", False):
+        table.register("sdpa", by_state(known))
+
+
+def by_state(known: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function of transformers that sends the calls of modules with a state through it."""
 
     @functools.wraps(known)
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +252,7 @@ def _enter_in_table(table: Any) -> None:
         return _in_mode(state, known, module, *args, **kwargs)
 
     attention.is_of_f8sub = True  # type: ignore[attr-defined]
-    table.register("sdpa", attention)
+    return attention
 
 
 def _in_mode(state: Any, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,13 +17,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import f8sub
+from f8sub.convert.attention import WITHOUT_MASK, by_state
 from f8sub.errors import Float8ConfigError, shown
 from f8sub.integrations.one_line import convert_once
 
 __all__ = ["Float8Callback", "Float8TrainingConfig", "attend_causally"]
-
-_NAME = "sdpa_without_mask"
-"""Of an attention that transformers makes no mask for, because none is registered for it."""
 
 
 def attend_causally(model: PreTrainedModel) -> None:
@@ -52,8 +50,8 @@ def attend_causally(model: PreTrainedModel) -> None:
             f"attend_causally: {type(model).__name__} has layers with {found}, which need a mask; leave it as it is, "
             "and capture no CUDA graph of it"
         )
-    AttentionInterface.register(_NAME, sdpa_attention_forward)
-    model.set_attn_implementation(_NAME)
+    AttentionInterface.register(WITHOUT_MASK, by_state(sdpa_attention_forward))
+    model.set_attn_implementation(WITHOUT_MASK)
 
 
 class Float8Callback(TrainerCallback):

@@ -144,6 +144,8 @@ def convert(model: nn.Module, settings: Settings) -> None:
     )
     if settings.float8.keep_swiglu_input == "float8":
         f8sub.keep_swiglu_input_in_float8(model)
+    if settings.float8.attention != "high_precision":
+        f8sub.attend_in_float8(model, backward="float8" if settings.float8.attention == "float8" else "bf16")
 
 
 def has_experts_in_float8(settings: Settings) -> bool:

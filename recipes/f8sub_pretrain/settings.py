@@ -150,6 +150,9 @@ class Float8:
     keep_swiglu_input: Literal["high_precision", "float8"] = "high_precision"
     """"float8" rounds gate and up, so that compiled code saves a byte of each element for backward; it changes numbers:
     f8sub.keep_swiglu_input_in_float8."""
+    attention: Literal["high_precision", "float8", "float8_forward"] = "high_precision"
+    """"float8" runs attention over 8192 tokens and more by cuDNN's float8 kernels; "float8_forward": with its backward
+    in bf16. It changes numbers: f8sub.attend_in_float8."""
     experts: FlagOrAuto = "auto"
     """Convert the experts of a mixture that are predicted to gain with a rank's micro-batch: docs/experts.md. true
     converts all of them, false none."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -73,6 +73,9 @@ CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
 }
 """Of the recipe's three GEMMs; those named alone are the only ones in float8."""
 
+ATTENTIONS = {"attention_in_float8": "float8", "attention_forward_in_float8": "bf16"}
+"""What ``attend_in_float8`` computes backward in. Its kernels take head dim 128 in the first, any in the second."""
+
 SKIPPED: dict[str, tuple[str, ...]] = {
     "attention": (FEED_FORWARD,),
     "feed_forward": (ATTENTION,),
@@ -81,32 +84,48 @@ SKIPPED: dict[str, tuple[str, ...]] = {
 """Layers that stay in bf16."""
 
 
-def arm_of(name: str) -> tuple[f8sub.Recipe | None, tuple[str, ...]]:
-    """Give an arm's recipe, None for bf16, and the layers that it skips.
+class Arm(NamedTuple):
+    """An arm: its recipe, None for bf16; the layers that it skips; attention's backward, "" without float8 there."""
+
+    recipe: f8sub.Recipe | None
+    skip: tuple[str, ...] = ()
+    attention: str = ""
+
+
+def arm_of(name: str) -> Arm:
+    """Give the arm of a name.
 
     Raises:
         SystemExit: If there is no such arm.
     """
     base, *changes = name.split("+")
     if base == "bf16":
-        return None, ()
-    recipe, skip = f8sub.get_recipe(base), ()
+        return Arm(None)
+    arm = Arm(f8sub.get_recipe(base))
     for change in changes:
-        if change not in CHANGES and change not in SKIPPED:
-            sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {[*CHANGES, *SKIPPED]}")
-        recipe = CHANGES.get(change, lambda same: same)(recipe)
-        skip += SKIPPED.get(change, ())
-    return recipe, skip
+        if change in CHANGES and arm.recipe is not None:
+            arm = arm._replace(recipe=CHANGES[change](arm.recipe))
+        elif change in SKIPPED:
+            arm = arm._replace(skip=arm.skip + SKIPPED[change])
+        elif change in ATTENTIONS:
+            arm = arm._replace(attention=ATTENTIONS[change])
+        else:
+            there = [*CHANGES, *SKIPPED, *ATTENTIONS]
+            sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {there}")
+    return arm
 
 
-def convert(recipe: f8sub.Recipe | None, skip: tuple[str, ...], model: nn.Module, settings: Any) -> None:
-    """What f8sub_pretrain's function of this name does, with a recipe of the arm's."""
+def convert(arm: Arm, model: nn.Module, settings: Any) -> None:
+    """What f8sub_pretrain's function of this name does, with what the arm is."""
     f8sub.convert_to_float8(
         model,
-        recipe=recipe,
-        skip=(*settings.float8.skip, *skip),
+        recipe=arm.recipe,
+        skip=(*settings.float8.skip, *arm.skip),
         tokens=settings.training.local_batch_size * settings.training.seq_len,
     )
+    if arm.attention:
+        # Numbers are compared, also of sequences that are too short to gain time.
+        f8sub.attend_in_float8(model, backward=arm.attention, min_length=1)
 
 
 FORWARDS: dict[str, dict[str, Any]] = {
@@ -167,15 +186,15 @@ def rounded(
             shard.copy_(values)
 
 
-def install(recipe: f8sub.Recipe | None, skip: tuple[str, ...]) -> None:
+def install(arm: Arm) -> None:
     """Have recipes/pretrain.py, whose folder is on the path, train this arm and measure its forward passes."""
     import pretrain
     from f8sub_pretrain import model as trainers
 
-    if recipe is not None:
-        trainers.convert = partial(convert, recipe, skip)
+    if arm.recipe is not None:
+        trainers.convert = partial(convert, arm)
 
-    class Arm(pretrain.Trainer):
+    class Measuring(pretrain.Trainer):
         def evaluate(self) -> None:
             super().evaluate()
             if self.step == self.settings.training.steps:
@@ -194,24 +213,24 @@ def install(recipe: f8sub.Recipe | None, skip: tuple[str, ...]) -> None:
             self.model, _ = trainers.build_model(settings, self.tokenizer.vocab_size, mesh)
             set_model_state_dict(self.model, weights)
             found["bf16"] = self.held_out_loss()
-            if recipe is None:
+            if arm.recipe is None:
                 for name, how in FORWARDS.items():
                     with rounded(self.model, **how):
                         found[name] = self.held_out_loss()
             self.model = trained
             return found
 
-    pretrain.Trainer = Arm
+    pretrain.Trainer = Measuring
 
 
 def main() -> None:
     name, *others = sys.argv[1:] or [""]
     root = Path(__file__).parents[2]
     sys.path[:0] = [str(root / "recipes")]
-    recipe, skip = arm_of(name)
+    arm = arm_of(name)
     import pretrain
 
-    install(recipe, skip)
+    install(arm)
     sys.argv[1:] = others
     pretrain.main()
 

@@ -60,3 +60,28 @@ def test_eager_attention_is_told():
     f8sub.attend_in_float8(model, backend="reference", min_length=0)
     losses(model)
     assert "attn_implementation='eager'" in str(f8sub.conversion_report(model))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("causal_first", [False, True])
+def test_a_decoder_that_attends_causally_without_a_mask(causal_first, compiled):
+    """With use_cache=False compiled code and graphs would make a mask, and stay in high precision."""
+    from f8sub.integrations.transformers import attend_causally
+
+    plain, model = llama(), llama()
+    calls = [attend_causally, lambda each: f8sub.attend_in_float8(each, backend="reference", min_length=0)]
+    for call in calls if causal_first else reversed(calls):
+        call(model)
+    attend_causally(plain)
+    expected = losses(plain)
+    if compiled:
+        torch._dynamo.reset()
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = losses(model)
+    assert all(decibels(a, b) > 15 for a, b in zip(expected[1:], found[1:], strict=True))
+    assert not torch.equal(expected[0], found[0])
+    states = [module for module in model.modules() if type(module).__name__ == "AttentionState"]
+    assert len(states) == 2
+    assert all((state.history[0] > 0).all() for state in states)
+    assert "attention: 2 of 2" in str(f8sub.conversion_report(model))

@@ -26,6 +26,18 @@ def test_a_mixture_of_experts(ranks, tmp_path):
     assert ours < 0.55 * of_bf16
 
 
+@pytest.mark.parametrize(("asked", "backward"), [("float8", "e4m3"), ("float8_forward", "bf16")])
+def test_attention_in_float8_is_asked_for(ranks, tmp_path, asked, backward):
+    settings = quick_settings(tmp_path, f"--training.steps 2 --float8.attention {asked}")
+    assert ranks(2, attention_of, settings) == [[backward] * 4] * 2
+
+
+def attention_of(rank, world_size, settings):
+    made = trainer(world_size, settings)
+    assert made.run()
+    return [layer.self_attn.float8_attention.backward for layer in made.model.model.layers]
+
+
 @pytest.mark.long
 def test_a_mixture_whose_experts_stay_in_bf16(ranks, tmp_path):
     sent = []

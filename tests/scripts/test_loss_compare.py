@@ -267,7 +267,7 @@ ARMS = {
 
 @pytest.mark.parametrize("change", [*pretrain_arm.CHANGES, *pretrain_arm.SKIPPED])
 def test_a_changed_arm_converts_and_trains(change):
-    recipe, skip = pretrain_arm.arm_of(f"tensorwise+{change}")
+    recipe, skip, _ = pretrain_arm.arm_of(f"tensorwise+{change}")
     assert recipe is not None
     assert recipe != f8sub.get_recipe("tensorwise") or skip
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(16)])})})
@@ -322,6 +322,11 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
     exact = values.double() * scale
     exponent = torch.frexp(exact)[1].clamp(min=-5) - 4
     return (torch.ldexp(torch.ldexp(exact, -exponent).round(), exponent) / scale).to(values.dtype)
+
+
+def test_an_arm_attends_in_float8():
+    arm = pretrain_arm.arm_of("rowwise+attention_forward_in_float8")
+    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16")
 
 
 def test_an_unknown_change_is_an_error():

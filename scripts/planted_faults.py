@@ -23,7 +23,11 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("f8sub", "tests", "recipes", "scripts", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
+COPIED = (
+    *("f8sub", "tests", "recipes", "scripts", "docs", ".ci", "pyproject.toml", "constraints.txt"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),
+)
+"""All that tests read."""
 SECONDS = 600
 """After which the tests of one fault are ended: a fault that makes ranks wait for ever counts as caught."""
 

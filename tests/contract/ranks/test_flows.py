@@ -7,6 +7,7 @@ MOST_FILES = {"flow_1": 12, "flow_2": 11, "flow_3": 10, "experts": 18, "load": 1
 
 
 def test_a_flow_runs_few_files():
-    found = on_ranks(2, flows)[0] | counted_flows()
+    # Another test's context or delayed scaling, anywhere in a process, adds files to every later step.
+    found = on_ranks(2, flows)[0] | on_ranks(1, counted_flows)[0]
     assert found.keys() == MOST_FILES.keys()
     assert not {name: files for name, files in found.items() if len(files) > MOST_FILES[name]}

@@ -8,12 +8,13 @@
 #   ./scripts/test_versions.sh all
 #
 # Environments are made in .venv-versions: 1 GB with the torch of constraints.txt, 6 GB with another, which comes for
-# CUDA. The row "newest" asks the index what is newest when it runs, and prints it.
+# CUDA. The row "newest" asks the index what is newest when it runs, and prints it. A row "over" has packages that go
+# before those of .venv: the Triton of another torch, with the torch of constraints.txt, 0.5 GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Row, a file of constraints and what takes the place of its lines, and what is run: the default suite, and the long
-# tests of these files; where there is no suite, all of their tests. Then f8sub's extras, if they are others than those
+# tests of these files; where there is no suite, or the packages go over .venv's, all of their tests. Then f8sub's extras, if they are others than those
 # of test.sh: TRL wants a newer datasets than torchtitan takes.
 of_0_2="tests/integrations/torchtitan/test_training.py tests/integrations/torchtitan/test_job_config.py tests/scripts/test_titan.py"
 rows="
@@ -22,6 +23,7 @@ torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan=
 torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0                   | suite | tests/integrations/torchtitan
 torch2.15     | constraints-newest.txt |                                               | suite |
 trl           | constraints.txt        | trl==1.16.0 datasets==5.2.0                   |       | tests/recipes/test_trl.py | train,trainers,trl,dev
+triton3.6     | constraints.txt        | triton==3.6.0                                 | over  | tests/kernels/test_compiled.py -k test_every_kernel
 newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |
 "
 
@@ -33,6 +35,21 @@ latest() {  # a package's newest release on the index, as in torch==2.15.0
     found=$("$python" -m pip index versions "$1" 2>/dev/null | sed -nE '1s/.*\((.*)\)/\1/p')
     [ -n "$found" ] || { echo "test_versions.sh: the index has no $1" >&2; return 1; }
     echo "$1==$found"
+}
+
+run_over() {  # folder, a package and version, arguments of pytest
+    local folder=$1 package=$2 found
+    shift 2
+    ./scripts/setup_env.sh dev,torchtitan
+    if [ ! -e "$folder/complete" ]; then
+        rm -rf "$folder"
+        .venv/bin/python -m pip install --quiet --no-deps --target "$folder" "$package"
+        touch "$folder/complete"
+    fi
+    export PYTHONPATH=$folder:$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    found=$(.venv/bin/python -c "import importlib.metadata as m; print(m.version('${package%%==*}'))")
+    [ "$found" = "${package##*==}" ] || { echo "test_versions.sh: found $found, not $package" >&2; return 1; }
+    .venv/bin/python -m pytest -q "$@"
 }
 
 run() {  # row, arguments of pytest
@@ -47,6 +64,12 @@ run() {  # row, arguments of pytest
         case $package in *==*) pins+="$package " ;; *) pins+="$(latest "$package") " ;; esac
     done
     mkdir -p .venv-versions
+    if [ "$suite" = over ]; then
+        echo "== $name: $pins over .venv"
+        # shellcheck disable=SC2086  # several words
+        (run_over "$PWD/.venv-versions/$name" "${pins% }" ${*:-$long})
+        return
+    fi
     export VENV=.venv-versions/$name CONSTRAINTS=.venv-versions/$name.txt
     local replaced
     replaced=$(tr ' ' '\n' <<<"$pins" | sed -nE 's/==.*//p' | paste -sd'|')

@@ -19,20 +19,20 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-DIM, SETS = 4096, 3
+from scripts.bench import timing
+from scripts.bench.timing import SETS, Run
+
+DIM = 4096
 GROUPS = {"q, k, v": (4096, 1024, 1024), "gate, up": (14336, 14336)}
 PRODUCTS = {  # (N, K) of the layers of one block
     "q": (4096, 4096), "k": (1024, 4096), "gate": (14336, 4096), "down": (4096, 14336),
 }  # fmt: skip
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-Run = Callable[[Any], Any]
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,33 +147,12 @@ def of_group(name: str, group: Group) -> dict[str, dict[str, Run]]:
     }
 
 
-def graph_of(run: Run, sets: list[Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for given in sets:
-            run(given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for given in sets:
-            run(given)
-    return graph
-
-
 def medians(runs: dict[str, Run], sets: list[Any], rounds: int) -> dict[str, float]:
     """Milliseconds for one set, by variant."""
-    graphs = {name: graph_of(run, sets) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for turn in range(rounds + 2):
-        for name, graph in graphs.items() if turn % 2 else reversed(graphs.items()):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn > 1:
-                times[name].append(start.elapsed_time(end) / len(sets))
+    pool = timing.graph_pool(torch.device("cuda"))
+    timers = {name: timing.by_graph(run, sets, pool) for name, run in runs.items()}
+    timing.in_turns(timers, 2)  # clocks rise in the first rounds
+    times = timing.in_turns(timers, rounds)
     return {name: round(statistics.median(each), 4) for name, each in times.items()}
 
 

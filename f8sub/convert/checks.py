@@ -12,10 +12,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import is_dtensor, is_fsdp1_module, is_fsdp_module
-from f8sub.weights.weight import conversion_of
-
-SKIP_REASON = "_f8sub_skip_reason"
-"""Attribute that ``convert_to_float8`` leaves on a linear layer it did not convert."""
+from f8sub.weights.weight import is_converted
 
 
 class Chosen(NamedTuple):
@@ -51,11 +48,6 @@ def refuse_sharded(model: torch.nn.Module, todo: str = CONVERT_FIRST) -> None:
             raise Float8ConfigError(
                 f"{fqn or 'the model'} is already sharded ({type(module).__name__}): {todo}"
             )
-
-
-def is_converted(module: Any) -> bool:
-    """Return whether a module has weights that were converted."""
-    return conversion_of(module) is not None
 
 
 def refuse_other_recipe(model: torch.nn.Module, recipes: LayerChoices[Recipe | None]) -> None:

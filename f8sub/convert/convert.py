@@ -9,9 +9,7 @@ import torch
 
 from f8sub.convert.attention import revert_attention
 from f8sub.convert.checks import (
-    SKIP_REASON,
     Chosen,
-    is_converted,
     refuse_other_recipe,
     refuse_sharded,
     refuse_tied_apart,
@@ -31,6 +29,7 @@ from f8sub.convert.filters import (
 from f8sub.convert.keep_x import KeepX, SharedInputs, refuse_unkeepable
 from f8sub.convert.messages import ReferenceWarning, nothing_converted, refuse_foreign, warn_of_reencoding
 from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
+from f8sub.convert.products import SKIP_REASON
 from f8sub.convert.swiglu_input import round_to_float8
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
 from f8sub.errors import Float8ConfigError, refuse_other_than_a_module
@@ -47,7 +46,7 @@ from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps
 from f8sub.weights.precompute_scales import warn_of_replaced, watch_optimizer_steps
-from f8sub.weights.weight import Weight, conversion_of, take_place
+from f8sub.weights.weight import Weight, conversion_of, is_converted, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -1,11 +1,12 @@
 """Experts of mixtures in a conversion, by its option ``experts``: which are converted, to what, and back."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from f8sub.convert.checks import is_converted, refusal_of
+from f8sub.convert.checks import refusal_of
 from f8sub.convert.filters import ALREADY, Selection, why_not_weight
 from f8sub.convert.primary_weights import refuse_delayed
 from f8sub.estimator.experts import ExpertGain, Gains, why_left
@@ -16,6 +17,7 @@ from f8sub.formats import MULTIPLE
 from f8sub.kernels.gemm.select import FAST_OF_GROUPS, Plan
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.weight import is_converted
 
 ROOT = "(root)"
 """What errors call the model itself among its modules."""
@@ -34,8 +36,11 @@ class ExpertsChoice:
         self, modules: Mapping[str, torch.nn.Module], options: Mapping[str, Any], backend: str = "auto"
     ) -> None:
         self._modules, self._options, self._backend = modules, options, backend
-        self._gains = Gains(None, options["tokens"])
         self._needs: dict[ExpertGain, NeededTokens] = {}
+
+    @functools.cached_property
+    def _gains(self) -> Gains:
+        return Gains(None, self._options["tokens"])
 
     def reasons(self, selection: Selection) -> dict[str, str | None]:
         """Return ``Selection.reasons`` of all modules of experts whose seam is known."""

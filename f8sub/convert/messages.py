@@ -9,14 +9,15 @@ import torch
 from typing_extensions import override
 
 from f8sub import errors
-from f8sub.convert.checks import SKIP_REASON, Chosen, is_converted
+from f8sub.convert.checks import Chosen
 from f8sub.convert.filters import kind_of, name_of
-from f8sub.convert.other_weights import other_weights
+from f8sub.convert.products import SKIP_REASON, other_weights
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, shown
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.linear.saved_input import RECOMPUTE
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 from f8sub.weights.conversion import Conversion, LayerGuest
+from f8sub.weights.weight import is_converted
 
 CALL = "f8sub.convert_to_float8(model, recipe='tensorwise', filter_fn=lambda module, fqn: ..., float8_all_gather=True)"
 

@@ -115,6 +115,14 @@ def is_primary(parameter: torch.Tensor) -> bool:
     return isinstance(local, PrimaryWeight)
 
 
+def is_codes_alone(parameter: torch.Tensor) -> bool:
+    """Return whether float8 data are all that a parameter has, or will have once its values are there."""
+    local = local_tensor(parameter)
+    if local.is_meta:  # without values yet, which ``load_float8`` or ``drop_high_precision`` takes to codes
+        return is_primary(parameter)
+    return isinstance(local, PrimaryWeight) and (local.primary.master is None or local.primary.dropping)
+
+
 def take_master(parameter: torch.Tensor) -> torch.nn.Parameter:
     """Turn a parameter into float8 and return its high-precision values, exactly, as a parameter of their own.
 

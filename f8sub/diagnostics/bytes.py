@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.convert.checks import is_converted
 from f8sub.convert.filters import kind_of
-from f8sub.estimator.operands import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
-from f8sub.estimator.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
+from f8sub.convert.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
+from f8sub.estimator.bytes import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
 from f8sub.experts.seams import seam_of
 from f8sub.linear.converted import ConvertedModule, own_parameter
 from f8sub.linear.float8_linear import Float8Linear
@@ -20,7 +19,7 @@ from f8sub.text_table import text_table
 from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.primary_weight import PrimaryWeight
-from f8sub.weights.weight import local_tensor, master_of
+from f8sub.weights.weight import is_converted, local_tensor, master_of
 
 if TYPE_CHECKING:
     from f8sub.formats import Float8Format

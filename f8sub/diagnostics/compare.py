@@ -14,7 +14,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from f8sub.convert.checks import is_converted
 from f8sub.convert.convert import convert_to_float8
 from f8sub.diagnostics.comparison import NOISE, REFERENCE, Comparison, Gradient
 from f8sub.errors import Float8ConfigError, refuse_other_than_a_module, shown
@@ -22,6 +21,7 @@ from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import is_dtensor
 from f8sub.weights.precompute_scales import precompute_scales
+from f8sub.weights.weight import is_converted
 
 
 def checked_loss(loss: object) -> torch.Tensor:

@@ -20,14 +20,17 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.attention import AttentionModule, attention_modules
-from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import MIN_DIM, is_small
 from f8sub.convert.filters import kind_of, kinds, name_of
-from f8sub.convert.other_weights import (
+from f8sub.convert.products import (
     NOT_REGISTERED,
     ROOT,
+    SAVED_INPUTS,
+    SHARED_INPUTS,
+    SKIP_REASON,
     OtherWeights,
     active_share_of_linear,
+    expert_products,
     other_weights,
     unknown_weights,
 )
@@ -35,13 +38,13 @@ from f8sub.diagnostics.bytes import byte_account, expert_bytes
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import Gains
-from f8sub.estimator.products import SAVED_INPUTS, SHARED_INPUTS, expert_products
 from f8sub.experts.seams import seam_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
 from f8sub.text_table import text_table
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.weight import is_converted
 
 READ = re.compile(
     r"(?<!isinstance\()self\.(\w+)\.weight\b"

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.convert.filters import kind_of
+from f8sub.convert.products import Product, Shapes
 from f8sub.estimator.attention import advice_on_attention
+from f8sub.estimator.bytes import OPERANDS, Memory
 from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
-from f8sub.estimator.experts import by_module, gain_of
+from f8sub.estimator.experts import gain_of
 from f8sub.estimator.gpus import Gpu
-from f8sub.estimator.memory import Memory
-from f8sub.estimator.operands import OPERANDS
-from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.seconds import (
     HOST_RANGE,
     NONE,
@@ -27,7 +26,7 @@ from f8sub.formats import ALL
 from f8sub.recipes import DEFAULT
 
 if TYPE_CHECKING:
-    from f8sub.estimator.results import Policy, Prediction
+    from f8sub.estimator.estimate import Policy, Prediction
     from f8sub.recipe import Recipe
 
 FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
@@ -166,7 +165,7 @@ def host_measured(blocks: int, replayed: float, parts: int = 1) -> str:
 def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> Iterator[str]:
     """Say what float8 gains for each kind of experts by the formula, and for a step, whose gathers it shortens too."""
     kinds: dict[tuple[str, bool], list[list[Product]]] = defaultdict(list)
-    for module, products in by_module(shapes).items():
+    for module, products in shapes.experts_by_module.items():
         kinds[kind_of(module), products[0].reason is None].append(products)
     whole = sum(product.multiplications for product in shapes.products)
     plain = step_of(shapes, Arm(), cluster, run).replayed

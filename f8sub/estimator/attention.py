@@ -4,8 +4,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from f8sub.convert.products import Product
 from f8sub.estimator.gpus import Gpu
-from f8sub.estimator.products import Product
 from f8sub.estimator.seconds import ATTENTION_PASSES, FULL, Run, attention_seconds
 
 MEASURED = ((2048, 0.65), (8192, 1.13), (32768, 1.24))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from f8sub.convert.products import Product, Shapes
 from f8sub.estimator import seconds
 from f8sub.estimator.gpus import H100, H200, Gpu
-from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.seconds import NONE, Run, Seconds
 
 if TYPE_CHECKING:

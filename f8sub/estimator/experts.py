@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from f8sub.convert.products import Product, expert_products
 from f8sub.estimator.gpus import GPUS, H200, Gpu
-from f8sub.estimator.products import Product, Shapes, expert_products
 from f8sub.estimator.seconds import NONE, Run, linear_seconds
 
 if TYPE_CHECKING:
@@ -140,30 +140,6 @@ class Gains:
     def of_module(self, model: torch.nn.Module, fqn: str, recipe: "Recipe") -> ExpertGain:
         """Return that of the module of a name in a model, converted or not."""
         return self.of(expert_products(model, fqn, None), recipe)
-
-
-def by_module(shapes: Shapes) -> dict[str, list[Product]]:
-    """Group the weights of experts by the name of their module."""
-    found: dict[str, list[Product]] = {}
-    for product in shapes.products:
-        if product.experts:
-            found.setdefault(product.module, []).append(product)
-    return found
-
-
-def decided(shapes: Shapes, recipe: "Recipe", gpu: Gpu, tokens: float) -> Shapes:
-    """Return ``shapes`` as ``experts="auto"`` decides with so many tokens in one forward; else unchanged."""
-    if not shapes.undecided:
-        return shapes
-    left: dict[str, str] = {}
-    gains = Gains(gpu, tokens)
-    for module, products in by_module(shapes).items():
-        if products[0].reason is None and not (gain := gains.of(products, recipe)).gains:
-            left[module] = why_left(gain)
-    kept = (
-        replace(each, reason=left[each.module]) if each.module in left else each for each in shapes.products
-    )
-    return replace(shapes, products=tuple(kept), undecided=False)
 
 
 def why_left(gain: ExpertGain) -> str:

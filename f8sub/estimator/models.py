@@ -67,15 +67,6 @@ FORMS = (
 """What a model is named by."""
 
 
-def named_or_given(model: torch.nn.Module | str) -> torch.nn.Module:
-    """Return a model itself, or the one that a name stands for; Float8ConfigError for anything else."""
-    if isinstance(model, str):
-        return load(model)
-    if not isinstance(model, torch.nn.Module):
-        raise Float8ConfigError(f"a model is a torch.nn.Module, or {FORMS}; got {shown(model)}")
-    return model
-
-
 def load(name: str) -> torch.nn.Module:
     """Build the model of that name on meta.
 

@@ -6,8 +6,6 @@ copies. ``f8sub.estimator.cluster`` makes a step of them, on one GPU or many.
 
 A number that names no source beside it is one of the parameters that docs/measurements says were fitted to the figures
 of ``tests/estimator/measured.toml``, each with its machine, day and command.
-
-``wire`` gives the bytes that a training step's collectives carry, on each GPU.
 """
 
 from collections import Counter
@@ -15,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from f8sub.convert.products import HEAD_SIZE, Product, Shapes
 from f8sub.estimator.gpus import (
     FP4,
     H200,
@@ -29,8 +28,6 @@ from f8sub.estimator.gpus import (
     kind_of_tiles,
 )
 from f8sub.estimator.gpus import kind_of_product as kind_of
-from f8sub.estimator.operands import amax_bytes, sent_bytes
-from f8sub.estimator.products import HEAD_SIZE, Product, Shapes
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.gemm import is_one_by_one
 from f8sub.kernels.grouped.operands import stored_format
@@ -519,54 +516,3 @@ def by_product(shapes: Shapes, recipe: Recipe | None, gpu: Gpu, run: Run) -> dic
             time = linear_seconds(product, recipe, gpu, run, repeated, run.sharded).total
             found[product.fqn, product.rows] = found.get((product.fqn, product.rows), 0.0) + time
     return found
-
-
-BF16, FLOAT32 = 2, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Holds the bytes that one GPU receives, or for reductions sends, in a step.
-
-    Attributes:
-        gathered: all-gathers of weights; of a block two, forward's and backward's.
-        reduced: reduce-scatters of gradients, in float32.
-        replicated: all-reduces of gradients over copies of the weights.
-        amaxes: the one all-reduce of amaxes: the size of its table.
-    """
-
-    gathered: float
-    reduced: float
-    replicated: float
-    amaxes: float
-
-
-def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
-    """Count the bytes of ``fully_shard``, one group per block, resharded after forward; ``recipe`` None for bf16."""
-    # A block is gathered for forward and again for backward.
-    whole = shapes.other_parameters * BF16 + sum(
-        gathered_bytes(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
-    )
-    # The shard of the GPU itself does not travel.
-    away = (run.shards - 1) / run.shards
-    shard = shapes.learning / run.shards * FLOAT32
-    return Wire(
-        whole * away,
-        shapes.learning * FLOAT32 * away,
-        # A ring sends each byte once to reduce and once to gather.
-        2 * shard * (run.replicas - 1) / run.replicas,
-        sum(_amaxes(product, recipe) for product in shapes.products),
-    )
-
-
-def gathered_bytes(product: Product, recipe: Recipe | None) -> int:
-    """Count the bytes that an all-gather fills with a whole weight, scales that stay in their rows included."""
-    row = wire_format(product, recipe)
-    if row is None or not product.elements:
-        return product.elements * BF16
-    return sent_bytes(row, *product.stored)
-
-
-def _amaxes(product: Product, recipe: Recipe | None) -> int:
-    row = wire_format(product, recipe)
-    return 0 if row is None or not product.elements else amax_bytes(row, *product.stored)

@@ -7,30 +7,29 @@ from dataclasses import replace
 
 import torch
 
-from f8sub.convert.checks import SKIP_REASON, is_converted
 from f8sub.convert.defaults import HEAD, default_reasons
 from f8sub.convert.experts import ExpertsChoice
 from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_keep_x, layer_recipes
-from f8sub.convert.other_weights import (
-    ROOT,
-    active_share,
-    active_share_of_linear,
-    other_weights,
-)
-from f8sub.errors import Float8Warning
-from f8sub.estimator.counted_forward import count_of_made_up
-from f8sub.estimator.products import (
+from f8sub.convert.products import (
     GROUPS,
     HEAD_SIZE,
+    ROOT,
+    SKIP_REASON,
     Product,
     Shapes,
+    active_share,
+    active_share_of_linear,
     are_frozen,
     block_of,
     expert_products,
+    other_weights,
     reads_attention,
 )
+from f8sub.errors import Float8Warning
+from f8sub.estimator.counted_forward import count_of_made_up
 from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS, refuse_unknown_experts, seam_of
 from f8sub.recipes import DEFAULT
+from f8sub.weights.weight import is_converted
 
 
 def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | str = EXPERTS) -> Shapes:
@@ -48,7 +47,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     refuse_unknown_experts(experts, None)
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
-    # "auto" counts as True here: recipe, GPU and tokens decide later, in ``experts.decided``.
+    # "auto" counts as True here: recipe, GPU and tokens decide later, in ``estimate``.
     options = {"experts": experts if isinstance(experts, bool) else True, "tokens": None}
     # The reasons of a converted model stand on its modules; for a plain one they are those of a conversion.
     is_plain = not any(map(is_converted, modules.values()))
@@ -96,7 +95,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     counted = sum(product.elements for product in products)
     logits = sum(linears[fqn].out_features for fqn in heads)
     total = sum(p.numel() for p in model.parameters())
-    undecided = is_plain and experts == AUTO_EXPERTS
+    undecided = is_plain and experts == AUTO_EXPERTS and any(product.experts for product in products)
     fixed = sum(p.numel() for p in model.parameters() if are_frozen(model, [p]))
     # What remains are frozen parameters that multiply nothing.
     fixed -= sum(product.elements for product in products if product.frozen)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import f8sub
-from f8sub.convert.checks import is_converted
+from f8sub.weights.weight import is_converted
 
 
 def convert_once(model: torch.nn.Module, recipe: Any, options: Mapping[str, Any]) -> str:

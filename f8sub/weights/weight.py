@@ -279,6 +279,11 @@ def conversion_of(module: torch.nn.Module) -> "Conversion | None":
     return conversion if conversion is not None and conversion.owns(module) else None
 
 
+def is_converted(module: torch.nn.Module) -> bool:
+    """Return whether a module has weights that were converted."""
+    return conversion_of(module) is not None
+
+
 def master_of(local: torch.Tensor) -> "MasterWeight | None":
     """Return the high-precision values behind a parameter's local tensor; None for a plain tensor or float8 alone."""
     return local.master if isinstance(local, Weight) else None

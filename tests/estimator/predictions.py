@@ -12,9 +12,9 @@ import torch
 
 import f8sub
 from f8sub import GemmSpec, Recipe
-from f8sub.estimator import gpus, memory, seconds
+from f8sub.convert.products import Product, Shapes
+from f8sub.estimator import bytes, gpus, seconds
 from f8sub.estimator.cluster import FLOAT32, Arm, Cluster, blocks_seconds, step_of
-from f8sub.estimator.products import Product, Shapes
 from f8sub.estimator.seconds import Run, by_expert_seconds, over_tokens_seconds
 from f8sub.estimator.shapes import shapes_of
 
@@ -88,12 +88,12 @@ def blocks_memory(shapes: Shapes, recipe: Recipe | None, run: Run) -> float:
     """Of forward and backward of the blocks alone, the whole model's weights being there, without optimizer."""
     weights = shapes.parameters / run.shards * run.master_bytes
     each = list(shapes.blocks.values())
-    saved = sum(memory.saved_bytes(block, recipe, run) for block in each)
+    saved = sum(bytes.saved_bytes(block, recipe, run) for block in each)
     gradients = sum(product.elements for block in each for product in block) / run.shards * run.master_bytes
-    gathered = 2 * max(sum(seconds.gathered_bytes(product, recipe) for product in block) for block in each)
-    at_end = gradients + max(memory.in_backward_bytes(block, recipe, run) for block in each)
-    at_begin = memory.kept_codes(shapes, recipe, run) + saved + gathered
-    return weights + max(at_begin, at_end) + memory.WORKSPACE
+    gathered = 2 * max(sum(bytes.gathered_bytes(product, recipe) for product in block) for block in each)
+    at_end = gradients + max(bytes.in_backward_bytes(block, recipe, run) for block in each)
+    at_begin = bytes.kept_codes(shapes, recipe, run) + saved + gathered
+    return weights + max(at_begin, at_end) + bytes.WORKSPACE
 
 
 def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
@@ -104,7 +104,7 @@ def of_a_run(group: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     timed = blocks if of_blocks else step
     gpu = gpu_of(group)
     time, plain = timed(shapes, recipe, gpu, run), timed(shapes, None, gpu, replace(run, compiled=True))
-    held = blocks_memory(shapes, recipe, run) if of_blocks else memory.memory(shapes, recipe, run).total
+    held = blocks_memory(shapes, recipe, run) if of_blocks else bytes.memory(shapes, recipe, run).total
     whole = sum(product.elements for product in shapes.products) + shapes.other_parameters
     return {
         "ms": time * 1e3,

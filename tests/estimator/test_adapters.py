@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
-from f8sub.estimator.memory import adapters_of, memory
+from f8sub.estimator.bytes import adapters_of, memory
 from f8sub.estimator.seconds import Run
 from f8sub.estimator.shapes import shapes_of
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from f8sub.estimator.memory import saved_bytes
+from f8sub.estimator.bytes import saved_bytes
 from f8sub.estimator.seconds import Run
 from f8sub.estimator.shapes import shapes_of
 from tests.estimator.test_adapters import TOKENS, saved

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from f8sub.convert.checks import is_converted
 from f8sub.delayed.state import ScalingState, learn_scales
 from f8sub.diagnostics.monitor import Monitor
 from f8sub.diagnostics.writers import jsonl
@@ -30,7 +29,7 @@ from f8sub.weights.checks import gather_values
 from f8sub.weights.layout import sharded_dims
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import register_precompute_hook
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import is_converted, local_tensor
 
 if TYPE_CHECKING:
     from f8sub.diagnostics.statistics import Statistics

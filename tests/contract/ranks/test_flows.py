@@ -3,7 +3,7 @@
 from scripts.bench.ranks import on_ranks
 from scripts.tables.architecture import counted_flows, flows
 
-MOST_FILES = {"flow_1": 12, "flow_2": 11, "flow_3": 10, "experts": 18, "load": 15, "estimate": 24}
+MOST_FILES = {"flow_1": 12, "flow_2": 11, "flow_3": 10, "experts": 18, "load": 15, "estimate": 18}
 
 
 def test_a_flow_runs_few_files():

@@ -1,28 +1,162 @@
-"""Bytes of GPU memory at the peak of a training step: weights, optimizer, codes, activations, logits.
+"""Counts bytes: of float8 operands, of a step's collectives, and of GPU memory at the peak of a training step.
 
-Of a model with a frozen base and adapters: bytes that learn, bytes that do not, what backward reads. Adapters are
-PEFT's LoRA and DoRA, known by the names of their layers.
+Operands are weights as they are sent and cached, and x as it is saved: the rules of an estimate, and of a conversion
+report's account. Memory is weights, optimizer, codes, activations and logits. Of a model with a frozen base and
+adapters it is bytes that learn, bytes that do not, and what backward reads. Adapters are PEFT's LoRA and DoRA, known
+by the names of their layers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.convert.primary_weights import is_primary
-from f8sub.estimator.operands import operand_bytes, saved_x_bytes
-from f8sub.estimator.products import Product, Shapes
-from f8sub.estimator.seconds import FULL, NONE, Run, gathered_bytes, last_of, repeats
+from f8sub.convert.primary_weights import is_codes_alone
+from f8sub.convert.products import Product, Shapes
+from f8sub.estimator.seconds import FULL, NONE, Run, last_of, repeats, wire_format
+from f8sub.formats import ALL
 from f8sub.kernels.grouped.gemm import TRITON_MULTIPLE
-from f8sub.linear.saved_input import FLOAT8, HIGH_PRECISION
-from f8sub.weights.primary_weight import PrimaryWeight
-from f8sub.weights.weight import local_tensor
+from f8sub.kernels.grouped.operands import aligned_rows, start_of_groups
+from f8sub.linear.saved_input import FLOAT8, HIGH_PRECISION, RECOMPUTE
+from f8sub.weights.layout import bytes_of_row, lies_in_rows
 
 if TYPE_CHECKING:
-    from f8sub.recipe import Recipe
+    from f8sub.formats import Float8Format
+    from f8sub.recipe import OperandName, Recipe
+
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+
+
+def operand_bytes(format: Float8Format, rows: int, depth: int) -> int:
+    """Count codes and scales of a (rows, depth) operand, its depth padded as its GEMM needs it."""
+    # What fills up the depth is stored, too.
+    depth = -(-depth // format.depth_multiple) * format.depth_multiple
+    tall, wide = format.tile.scale_shape((rows, depth))
+    # The second level of scales: one float32 for the matrix.
+    level = 4 if format.scale_rule.has_global else 0
+    return rows * depth // format.codes_per_byte + tall * wide * format.scale_rule.stored_as.itemsize + level
+
+
+def tokens_bytes(
+    format: Float8Format, rows: int, cols: int, experts: int, multiple: int, *, contracted: bool
+) -> int:
+    """Count codes and scales of ``Tokens`` of (rows, cols) in groups.
+
+    Args:
+        format: of the operand.
+        rows: tokens of all experts.
+        cols: features.
+        experts: groups.
+        multiple: groups begin at multiples of it; those with tiles of several rows at multiples of these.
+        contracted: whether the product sums over the rows.
+    """
+    tile = format.tile.t() if contracted else format.tile
+    # A tile belongs to one group, so groups begin where tiles do.
+    start = start_of_groups(tile.rows, multiple)
+    rows = rows if start == 1 else aligned_rows(rows, experts, start)
+    down = experts if tile.rows == ALL else -(-rows // tile.rows)
+    along = tile.scale_shape((1, cols))[1]
+    return rows * cols // format.codes_per_byte + down * along * format.scale_rule.stored_as.itemsize
+
+
+def sent_bytes(format: Float8Format, rows: int, cols: int) -> int:
+    """Count what an all-gather fills with a whole weight (rows, cols): codes, and scales that stay in their rows."""
+    return rows * bytes_of_row(format, cols, lies_in_rows(format.tile))
+
+
+def amax_bytes(format: Float8Format, rows: int, cols: int) -> int:
+    """Count what the all-reduce of amaxes has of a weight (rows, cols): nothing where scales stay in their rows."""
+    # one float32 per tile
+    return 0 if lies_in_rows(format.tile) else 4 * math.prod(format.tile.scale_shape((rows, cols)))
+
+
+def saved_x_bytes(
+    recipe: Recipe,
+    rows: int,
+    cols: int,
+    plain: int,
+    how: str = FLOAT8,
+    *,
+    experts: int = 0,
+    multiple: int = 1,
+) -> int:
+    """Count what a converted layer saves of its x (rows, cols) for backward.
+
+    Args:
+        recipe: the layer's.
+        rows: tokens.
+        cols: K.
+        plain: what x in high precision would add; 0 where something else saves it.
+        how: "float8", "high_precision" or "recompute", see ``keep_x``.
+        experts: groups of rows; 0 of a linear layer.
+        multiple: see ``tokens_bytes``.
+    """
+    row, col = recipe.formats("x")
+    if col is None or how == HIGH_PRECISION:
+        return plain
+    if experts:
+        return tokens_bytes(col, rows, cols, experts, multiple, contracted=True)
+    # The rowwise operand of fprop is saved, and the columnwise one computed from it in backward.
+    if how == RECOMPUTE and row is not None:
+        return operand_bytes(row, rows, cols)
+    # wgrad sums over tokens: it reads x as (K, tokens).
+    return operand_bytes(col, cols, rows)
+
+
+BF16, FLOAT32 = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Holds the bytes that one GPU receives, or for reductions sends, in a step.
+
+    Attributes:
+        gathered: all-gathers of weights; of a block two, forward's and backward's.
+        reduced: reduce-scatters of gradients, in float32.
+        replicated: all-reduces of gradients over copies of the weights.
+        amaxes: the one all-reduce of amaxes: the size of its table.
+    """
+
+    gathered: float
+    reduced: float
+    replicated: float
+    amaxes: float
+
+
+def wire(shapes: Shapes, recipe: Recipe | None, run: Run) -> Wire:
+    """Count the bytes of ``fully_shard``, one group per block, resharded after forward; ``recipe`` None for bf16."""
+    # A block is gathered for forward and again for backward.
+    whole = shapes.other_parameters * BF16 + sum(
+        gathered_bytes(product, recipe) * (1 if product.block is None else 2) for product in shapes.products
+    )
+    # The shard of the GPU itself does not travel.
+    away = (run.shards - 1) / run.shards
+    shard = shapes.learning / run.shards * FLOAT32
+    return Wire(
+        whole * away,
+        shapes.learning * FLOAT32 * away,
+        # A ring sends each byte once to reduce and once to gather.
+        2 * shard * (run.replicas - 1) / run.replicas,
+        sum(_amaxes(product, recipe) for product in shapes.products),
+    )
+
+
+def gathered_bytes(product: Product, recipe: Recipe | None) -> int:
+    """Count the bytes that an all-gather fills with a whole weight, scales that stay in their rows included."""
+    row = wire_format(product, recipe)
+    if row is None or not product.elements:
+        return product.elements * BF16
+    return sent_bytes(row, *product.stored)
+
+
+def _amaxes(product: Product, recipe: Recipe | None) -> int:
+    row = wire_format(product, recipe)
+    return 0 if row is None or not product.elements else amax_bytes(row, *product.stored)
+
 
 FIRST, SECOND, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 """What PEFT calls an adapter's two layers, and DoRA's magnitudes. Source: peft 0.21, ``tuners/lora/layer.py``."""
@@ -52,19 +186,12 @@ def adapters_of(model: torch.nn.Module, shapes: Shapes) -> Adapters | None:
     frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
     if not learning or not frozen:
         return None
-    codes = frozenset(name.removesuffix(".weight") for name, p in frozen.items() if _is_codes(p))
+    codes = frozenset(name.removesuffix(".weight") for name, p in frozen.items() if is_codes_alone(p))
     # Weights that are float8 data alone have 1 byte per element.
     held = sum(
         p.numel() * (1 if name.removesuffix(".weight") in codes else p.itemsize) for name, p in frozen.items()
     )
     return Adapters(learning, held, codes, _saved(model, shapes))
-
-
-def _is_codes(parameter: torch.Tensor) -> bool:
-    local = local_tensor(parameter)
-    if local.is_meta:  # without values yet, which ``load_float8`` or ``drop_high_precision`` takes to codes
-        return is_primary(parameter)
-    return isinstance(local, PrimaryWeight) and (local.primary.master is None or local.primary.dropping)
 
 
 def _saved(model: torch.nn.Module, shapes: Shapes) -> float:

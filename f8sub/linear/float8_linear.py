@@ -116,9 +116,12 @@ def fprop(
     x_row, saved, kept = cast_x(x, call, keep_x)
     w_row = weight_rowwise(w, call)
     # y (M, N) = x (M, K) @ w.t() (K, N)
-    y = gemm(plan.fprop, plan.recipe.fprop, x_row, w_row, dtype)
-    if bias is not None:
-        y = y + bias.to(dtype)
+    if bias is None or isinstance(x_row, Operand) or isinstance(w_row, Operand):
+        y = gemm(plan.fprop, plan.recipe.fprop, x_row, w_row, dtype)
+        y = y if bias is None else y + bias.to(dtype)
+    else:
+        # In high precision y is nn.Linear's to the bit, which rounds the sum once.
+        y = torch.addmm(bias.to(x_row.dtype), x_row, w_row.t().to(x_row.dtype)).to(dtype)
     if x.dim() != 2 or torch.compiler.is_compiling():
         # Not a view to autograd: FSDP2 warns about modules that return views, and torch 2.11 compiles an
         # autograd.Function that returns one, or what .to() did not change, to one without gradients.

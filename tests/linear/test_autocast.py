@@ -1,5 +1,6 @@
 """Recipe contexts: inside one a layer computes, bit for bit, as a layer converted with that recipe does."""
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,6 +37,18 @@ def test_disabled_is_the_plain_model(recipe):
     assert equal(results(block(recipe), under(f8sub.autocast(enabled=False))), plain)
     assert equal(results(block(recipe), under(f8sub.autocast(recipe, enabled=False))), plain)
     assert not equal(results(block(recipe)), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(M, K), (2, 16, K)], ids=str)
+def test_disabled_a_bias_is_added_as_in_the_plain_layer(dtype, shape):
+    """Before the sum is rounded to 16 bits."""
+    plain = nn.Sequential(seed_weights(nn.Linear(K, N)).to(dtype))
+    model = f8sub.convert_to_float8(copy.deepcopy(plain), skip_defaults=False)
+    x = gaussian(shape, generator(1)).to(dtype)
+    with f8sub.autocast(enabled=False):
+        y = model(x)
+    assert torch.equal(y, plain(x))
 
 
 def test_no_recipe_is_each_layers_own():

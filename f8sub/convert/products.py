@@ -4,7 +4,7 @@ The latter are experts, attention's, Conv1D's, routers' and convolutions'.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -282,6 +282,11 @@ class Product:
         return self.fqn.rpartition(".")[0] if self.experts else self.fqn
 
     @property
+    def attribute(self) -> str:
+        """The name of the weight in its module."""
+        return self.fqn.rpartition(".")[2] if self.experts else "weight"
+
+    @property
     def stored(self) -> tuple[int, int]:
         """Rows and columns of the weight as it is stored, those of all experts as one matrix."""
         rows, cols = (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
@@ -377,6 +382,40 @@ def block_of(fqn: str) -> str | None:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return None
+
+
+def linear_products(
+    model: torch.nn.Module,
+    reasons: Mapping[str, str | None],
+    groups: Mapping[str, tuple[str, ...]] = GROUPS,
+) -> list[Product]:
+    """Return the weights of all linear layers, in the order of the model.
+
+    Args:
+        model: the model.
+        reasons: why each layer is not converted, by its name; None, or no entry, where it is.
+        groups: by a layer's name, the names of siblings that read one x with it.
+    """
+    modules = dict(model.named_modules())
+    first: dict[tuple[str, tuple[str, ...]], str] = {}
+    found: list[Product] = []
+    seen = set()
+    for fqn, layer in modules.items():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter
+        parent, _, name = layer_name.rpartition(".")
+        # A tied weight multiplies in two places and is stored once.
+        elements = 0 if layer.weight in seen else layer.weight.numel()
+        seen.add(layer.weight)
+        sizes = layer.out_features, layer.in_features, active_share_of_linear(model, fqn), elements
+        # The first of the siblings that read one x stands for it.
+        reads = first.setdefault((parent, groups.get(name, (name,))), fqn)
+        head = getattr(modules.get(parent), "head_dim", None)
+        places = reasons.get(fqn), reads, reads_attention(layer_name), block_of(fqn)
+        head = head if isinstance(head, int) else HEAD_SIZE
+        found.append(Product(fqn, *sizes, *places, head, frozen=are_frozen(model, [layer.weight])))
+    return found
 
 
 def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> list[Product]:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from f8sub.convert.filters import kind_of
-from f8sub.convert.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products
+from f8sub.convert.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products, linear_products
 from f8sub.estimator.bytes import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
 from f8sub.experts.seams import seam_of
-from f8sub.linear.converted import ConvertedModule, own_parameter
-from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.converted import LayerState, own_parameter
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.text_table import text_table
 from f8sub.torch_compat import is_dtensor, param_dtypes
@@ -130,42 +129,38 @@ def byte_account(
     shared_inputs: Iterable[Sequence[str]] = SHARED_INPUTS,
     saved_inputs: Iterable[str] = SAVED_INPUTS,
 ) -> ByteAccount:
-    """Count the bytes that the linear layers of ``model`` take, and nothing else; of a sharded model on this rank.
+    """Count the bytes that linear layers and experts take, and nothing else; of a sharded model on this rank.
 
     A model that is not sharded has no wire yet: the report has that of ``fully_shard`` on all of it, padding of uneven
     shards aside, and what backward would have at once under it. ``keep_x="auto"`` is counted as eager code has it
-    without hooks; compiled it is float8. Biases are left out.
+    without hooks; compiled it is float8. Biases are left out. Of experts those count whose class is known, however the
+    tokens are divided among them.
 
     Args:
         model: converted or not, on any device, meta included.
-        tokens: rows of x of every layer, in one forward.
+        tokens: rows of x of every layer, in one forward; of experts before they are sent to these.
         dtype: the high precision, FSDP2's ``param_dtype``.
         shared_inputs: groups of names; siblings of one module whose names are in one group read one x.
         saved_inputs: names of layers whose x what made it saves anyway.
     """
     anyway = frozenset(saved_inputs)
     groups = {name: tuple(group) for group in shared_inputs for name in group}
+    modules: dict[str, Any] = dict(model.named_modules())
+    experts = [fqn for fqn, module in modules.items() if seam_of(module) is not None]
+    products = linear_products(model, {}, groups)
+    products += [product for fqn in experts for product in expert_products(model, fqn, None)]
+    # By FSDP2: a DTensor of tensor parallelism alone is not gathered.
+    sharded = {module for module, _ in param_dtypes({modules[p.module]: None for p in products})}
     seen: set[object] = set()
     layers = []
-    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    # By FSDP2: a DTensor of tensor parallelism alone is not gathered.
-    sharded = {module for module, _ in param_dtypes(linears.values())}
-    for fqn, layer in linears.items():
-        parent, _, name = fqn.rpartition(".")
-        group = (parent, groups.get(name, (name,)))
-        weight = WeightBytes.of(layer.weight, sharded=layer in sharded)
-        x_bytes = 0 if name in anyway else tokens * weight.shape[1] * dtype.itemsize
-        plain = weight.in_high_precision(x_bytes if layer.weight.requires_grad else 0, dtype)
-        here, kind, key, own = plain, "high precision", None, 0
-        if isinstance(layer, Float8Linear):
-            how = _how(layer, saved_anyway=name in anyway)
-            here, own = _in_float8(layer, weight, plain, x_bytes, tokens, how), _own_scale(layer, how)
-            recipe = layer._f8sub.plan.recipe
-            kind, key = f"{recipe.name}, x {layer._f8sub.keep_x}", (recipe.formats("x"), how)
-        # Siblings that cast their x the same save it once.
-        here = _once(here, (group, kind, key), seen, own)
-        plain = _once(plain, (group, None), seen)
-        layers.append(LayerBytes(fqn or "(root)", weight.shape, kind, here, plain))
+    for product in products:
+        module = modules[product.module]
+        weight = WeightBytes.of(own_parameter(module, product.attribute), sharded=module in sharded)
+        saved_anyway = not product.experts and product.fqn.rpartition(".")[2] in anyway
+        counted = _Counted(
+            module, product, weight, round(tokens * product.uses) if product.experts else tokens
+        )
+        layers.append(counted.beside_high_precision(dtype, saved_anyway, seen))
     return ByteAccount(tuple(layers), tokens, dtype)
 
 
@@ -213,72 +208,124 @@ class WeightBytes(NamedTuple):
         return rows * width
 
 
-def _how(layer: Float8Linear, *, saved_anyway: bool) -> str:
-    """Return how eager code keeps the layer's x: a value of ``keep_x`` other than "auto"."""
-    if layer._f8sub.keep_x != AUTO:
-        return layer._f8sub.keep_x
+class _Counted(NamedTuple):
+    """Counts the bytes of one product of a module.
+
+    Attributes:
+        module: a linear layer, or a module of experts.
+        product: the product.
+        weight: how its weight is stored.
+        tokens: rows of x; of experts those of all of them.
+    """
+
+    module: Any
+    product: Product
+    weight: WeightBytes
+    tokens: int
+
+    def beside_high_precision(self, dtype: torch.dtype, saved_anyway: bool, seen: set[object]) -> LayerBytes:
+        """Return the bytes as they are, and in high precision; an x that is in ``seen`` is saved already."""
+        product, weight = self.product, self.weight
+        x_bytes = 0 if saved_anyway else self.tokens * self.cols * dtype.itemsize
+        plain = weight.in_high_precision(x_bytes if self.learns else 0, dtype)
+        here, kind, key, own = plain, "high precision", None, 0
+        if is_converted(self.module):
+            state = self.module._f8sub
+            how = _how(state, saved_anyway=saved_anyway)
+            here, own = self.in_float8(plain, x_bytes, how), _own_scale(state, how)
+            recipe = state.plan.recipe
+            kind = recipe.name if product.experts else f"{recipe.name}, x {state.keep_x}"
+            key = recipe.formats("x"), how
+        # Siblings that cast their x the same save it once.
+        here = _once(here, (product.reads, kind, key), seen, own)
+        plain = _once(plain, (product.reads, None), seen)
+        shape = (product.experts, product.rows, product.cols) if product.experts else weight.shape
+        return LayerBytes(product.fqn or "(root)", shape, kind, here, plain)
+
+    @property
+    def rows(self) -> int:
+        """N of what the rank's GEMMs read: tensor parallelism cuts linear layers."""
+        return self.product.rows if self.product.experts else self.weight.shape[0]
+
+    @property
+    def cols(self) -> int:
+        """K of the same."""
+        return self.product.cols if self.product.experts else self.weight.shape[1]
+
+    @property
+    def learns(self) -> bool:
+        """True if the weight takes a gradient."""
+        return own_parameter(self.module, self.product.attribute).requires_grad
+
+    def in_float8(self, plain: Bytes, x_bytes: int, how: str) -> Bytes:
+        """Return the bytes of a converted module's product, given ``plain``, those in high precision.
+
+        Args:
+            plain: the bytes in high precision.
+            x_bytes: what x adds in high precision.
+            how: a value of ``keep_x`` other than "auto".
+        """
+        state, weight, name = self.module._f8sub, self.weight, self.product.attribute
+        plan, saved, made = state.plan, 0, sum(self.made_in_backward(how))
+        if self.learns:
+            groups = {"experts": self.product.experts, "multiple": plan.multiple}
+            saved = saved_x_bytes(plan.recipe, self.tokens, self.cols, x_bytes, how, **groups)
+            saved += _own_scale(state, how)
+        format, gathered = state.format_of(self.module, name), state.is_gathered(self.module, name)
+        # Where fprop reads no float8 data that could be stored, what is gathered is in high precision, too.
+        if plan.recipe.fprop.b is None or format is None:
+            return replace(plain, saved=saved, transient=plain.wire + made)
+        cast = operand_bytes(format, *weight.shape)
+        wire = weight.world * weight.sent(format) if gathered else plain.wire
+        # Not sharded: the float8 data stays as long as the weight does not change.
+        if weight.layout is None:
+            return Bytes(plain.master, cast, wire, saved, wire + made)
+        if gathered:
+            # Without a master the shard itself is float8 data.
+            held = weight.sent(format) if weight.master is None else 0
+            return Bytes(plain.master, held, wire, saved, wire + made)
+        # Cast from what was gathered, in forward and in backward.
+        return Bytes(plain.master, 0, wire, saved, wire + cast + made)
+
+    def made_in_backward(self, how: str) -> Iterator[int]:
+        """Yield the bytes of each float8 operand of dgrad and wgrad that is neither saved nor a view of another."""
+        plan, experts = self.module._f8sub.plan, self.product.experts
+        (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (plan.recipe.formats(name) for name in OPERANDS)
+        multiple = plan.multiple if experts else 1
+
+        def is_view(row: Float8Format | None, col: Float8Format, in_place: bool) -> bool:
+            # A transpose of the same bytes.
+            alike = row is not None and row.dtype == col.dtype and row.tile.is_transpose_of(col.tile)
+            return in_place and alike and col.codes_per_byte == 1
+
+        # Kernels of experts read each expert's matrix in any layout, and tokens in one.
+        if w_col is not None and not is_view(w_row, w_col, plan.any_layout or experts > 0):
+            yield max(1, experts) * operand_bytes(w_col, self.cols, self.rows)
+        if dy_row is not None:
+            yield tokens_bytes(dy_row, self.tokens, self.rows, experts, 1, contracted=False)
+        if not self.learns:
+            return
+        if dy_col is not None and not is_view(dy_row, dy_col, plan.any_layout):
+            yield tokens_bytes(dy_col, self.tokens, self.rows, experts, multiple, contracted=True)
+        # Backward computes it from the rowwise operand that was saved.
+        derived = how == RECOMPUTE and not (x_col is not None and is_view(x_row, x_col, plan.any_layout))
+        if x_col is not None and (how == HIGH_PRECISION or derived):
+            yield tokens_bytes(x_col, self.tokens, self.cols, experts, multiple, contracted=True)
+
+
+def _how(state: LayerState, *, saved_anyway: bool) -> str:
+    """Return how eager code keeps the module's x: a value of ``keep_x`` other than "auto"."""
+    if state.keep_x != AUTO:
+        return state.keep_x
     # High precision adds nothing to what is saved anyway.
-    free = saved_anyway and why_not_kept(layer._f8sub.plan.recipe, HIGH_PRECISION) is None
+    free = saved_anyway and why_not_kept(state.plan.recipe, HIGH_PRECISION) is None
     return HIGH_PRECISION if free else FLOAT8
 
 
-def _in_float8(
-    layer: Float8Linear, weight: WeightBytes, plain: Bytes, x_bytes: int, tokens: int, how: str
-) -> Bytes:
-    """Return the bytes of a converted layer, given ``plain``, those in high precision."""
-    row, made = layer._f8sub.plan.recipe.fprop.b, sum(_made_in_backward(layer, weight.shape, tokens, how))
-    saved = _saved(layer, weight.shape[1], x_bytes, tokens, how)
-    # fprop in high precision: so is what is gathered.
-    if row is None:
-        return replace(plain, saved=saved, transient=plain.wire + made)
-    cast = operand_bytes(row, *weight.shape)
-    wire = weight.world * weight.sent(row) if layer._f8sub.float8_all_gather else plain.wire
-    # Not sharded: the float8 data stays as long as the weight does not change.
-    if weight.layout is None:
-        return Bytes(plain.master, cast, wire, saved, wire + made)
-    if layer._f8sub.float8_all_gather:
-        # Without a master the shard itself is float8 data.
-        held = weight.sent(row) if weight.master is None else 0
-        return Bytes(plain.master, held, wire, saved, wire + made)
-    # Cast from what was gathered, in forward and in backward.
-    return Bytes(plain.master, 0, wire, saved, wire + cast + made)
-
-
-def _saved(layer: Float8Linear, cols: int, x_bytes: int, tokens: int, how: str) -> int:
-    """Return the bytes that the layer saves of an x (tokens, cols), which adds ``x_bytes`` in high precision."""
-    if not layer.weight.requires_grad:
-        return 0
-    return saved_x_bytes(layer._f8sub.plan.recipe, tokens, cols, x_bytes, how) + _own_scale(layer, how)
-
-
-def _own_scale(layer: Float8Linear, how: str) -> int:
+def _own_scale(state: LayerState, how: str) -> int:
     """Return the bytes of the delayed scale that a layer saves beside a high-precision x, shared with no sibling."""
-    kept = how == HIGH_PRECISION and layer._f8sub.plan.recipe.formats("x")[1] is not None
-    return 4 if kept and layer._f8sub.plan.recipe.delayed is not None else 0
-
-
-def _made_in_backward(layer: Float8Linear, shape: tuple[int, int], tokens: int, how: str) -> Iterator[int]:
-    """Yield the bytes of each float8 operand of dgrad and wgrad that is neither saved nor a view of another."""
-    recipe, (rows, cols) = layer._f8sub.plan.recipe, shape
-    (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (recipe.formats(name) for name in OPERANDS)
-
-    def is_view(row: Float8Format | None, col: Float8Format) -> bool:
-        # A transpose of the same bytes.
-        alike = row is not None and row.dtype == col.dtype and row.tile.is_transpose_of(col.tile)
-        return layer._f8sub.plan.any_layout and alike and col.codes_per_byte == 1
-
-    if w_col is not None and not is_view(w_row, w_col):
-        yield operand_bytes(w_col, cols, rows)
-    if dy_row is not None:
-        yield operand_bytes(dy_row, tokens, rows)
-    if not layer.weight.requires_grad:
-        return
-    if dy_col is not None and not is_view(dy_row, dy_col):
-        yield operand_bytes(dy_col, rows, tokens)
-    # Backward computes it from the rowwise operand that was saved.
-    derived = how == RECOMPUTE and not (x_col is not None and is_view(x_row, x_col))
-    if x_col is not None and (how == HIGH_PRECISION or derived):
-        yield operand_bytes(x_col, cols, tokens)
+    kept = how == HIGH_PRECISION and state.plan.recipe.formats("x")[1] is not None
+    return 4 if kept and state.plan.recipe.delayed is not None else 0
 
 
 def _once(counted: Bytes, key: object, seen: set[object], own: int = 0) -> Bytes:
@@ -298,68 +345,3 @@ def _cells(here: Bytes, high_precision: Bytes) -> list[str]:
 
 def _megabytes(count: int) -> str:
     return "0" if not count else f"{count / 1e6:,.0f}" if count >= 1e8 else f"{count / 1e6:.3g}"
-
-
-def expert_bytes(model: torch.nn.Module, tokens: int, dtype: torch.dtype) -> Iterator[LayerBytes]:
-    """Count the bytes of each weight of experts whose seam is known, however the tokens are divided among experts.
-
-    Args:
-        model: converted or not; of a sharded one this rank's part counts.
-        tokens: tokens of one forward, before they are sent to experts.
-        dtype: the high precision, FSDP2's ``param_dtype``.
-    """
-    modules: dict[str, Any] = dict(model.named_modules())
-    found = {fqn: module for fqn, module in modules.items() if seam_of(module) is not None}
-    sharded = {module for module, _ in param_dtypes(found.values())}
-    for fqn, module in found.items():
-        for product in expert_products(model, fqn, None):
-            name = product.fqn.removeprefix(f"{fqn}.")
-            weight = WeightBytes.of(own_parameter(module, name), sharded=module in sharded)
-            yield _described(module, name, product, weight, round(tokens * product.uses), dtype)
-
-
-def _described(
-    module: Any, name: str, product: Product, weight: WeightBytes, rows: int, dtype: torch.dtype
-) -> LayerBytes:
-    """Count the bytes of one weight that multiplies ``rows`` tokens, those of all experts together."""
-    learns = own_parameter(module, name).requires_grad
-    x = 0 if product.shares_x or not learns else rows * product.cols * dtype.itemsize
-    plain = weight.in_high_precision(x, dtype)
-    shape = product.experts, product.rows, product.cols
-    if not is_converted(module):
-        return LayerBytes(product.fqn, shape, "high precision", plain, plain)
-    here = _experts_in_float8(module, name, product, weight, plain, rows)
-    return LayerBytes(product.fqn, shape, module._f8sub.plan.recipe.name, here, plain)
-
-
-def _experts_in_float8(
-    module: ConvertedModule, name: str, product: Product, weight: WeightBytes, plain: Bytes, rows: int
-) -> Bytes:
-    plan, format = module._f8sub.plan, module._f8sub.format_of(module, name)
-    recipe, gathered = plan.recipe, module._f8sub.is_gathered(module, name)
-    dy_row, dy_col = recipe.formats("dy")
-    learns = getattr(module, name).requires_grad
-    saved = plain.saved
-    if saved:
-        groups = {"experts": product.experts, "multiple": plan.multiple}
-        saved = saved_x_bytes(recipe, rows, product.cols, saved, FLOAT8, **groups)
-    wire = weight.world * weight.sent(format) if gathered and format is not None else plain.wire
-    made = _weight_made_in_backward(module, product)
-    if dy_row is not None:
-        made += tokens_bytes(dy_row, rows, product.rows, product.experts, 1, contracted=False)
-    if dy_col is not None and learns:
-        made += tokens_bytes(dy_col, rows, product.rows, product.experts, plan.multiple, contracted=True)
-    codes = 0
-    if format is not None and gathered and weight.layout is not None:
-        codes = weight.sent(format)
-    elif format is not None and weight.layout is None:
-        codes = operand_bytes(format, *weight.shape)
-    return Bytes(plain.master, codes, wire, saved, wire + made)
-
-
-def _weight_made_in_backward(module: ConvertedModule, product: Product) -> int:
-    """Return the bytes of the columnwise operand; 0 if it is a view of the rowwise data."""
-    row, col = module._f8sub.plan.recipe.formats("w")
-    if col is None or (row is not None and row.tile.is_transpose_of(col.tile)):
-        return 0
-    return product.experts * operand_bytes(col, product.cols, product.rows)

@@ -34,11 +34,12 @@ from f8sub.convert.products import (
     other_weights,
     unknown_weights,
 )
-from f8sub.diagnostics.bytes import byte_account, expert_bytes
+from f8sub.diagnostics.bytes import byte_account
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import Gains
 from f8sub.experts.seams import seam_of
+from f8sub.linear.converted import products_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
@@ -370,17 +371,16 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         counted: what a forward multiplied; a string where FLOPs are assumed, with the reason or empty.
     """
     # Parts of a model may be converted by calls of their own.
-    converted: Any = filter(is_converted, model.modules())
+    converted: list[Any] = list(filter(is_converted, model.modules()))
     conversions = dict.fromkeys(module._f8sub.conversion for module in converted)
     idle = [pattern for conversion in conversions for pattern in conversion.options["idle_patterns"]]
     layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     # A set: a tied weight counts once.
-    weights = {layer.weight for layer in layers.values() if isinstance(layer, Float8Linear)}
+    weights = {product.weight for module in converted for product in products_of(module)}
     count = None if isinstance(counted, str) else counted
     others = other_weights(model, count)
     # Lazy parameters have no size yet.
     parameters = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    in_experts = sum(other.parameters for other in others if other.converted)
     known: dict[str, Any] = {}
     if count is None:
         unknown = unknown_weights(model)
@@ -405,7 +405,7 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         tuple(dict.fromkeys(idle)),
         others=others,
         parameters=parameters,
-        parameters_in_float8=sum(weight.numel() for weight in weights) + in_experts,
+        parameters_in_float8=sum(weight.numel() for weight in weights),
         attention=tuple(attention_modules(model)),
         **known,
     )
@@ -520,5 +520,4 @@ def conversion_report(
     if tokens is None:
         return report
     account = byte_account(model, tokens, dtype, shared_inputs, saved_inputs)
-    layers = (*account.layers, *expert_bytes(model, tokens, dtype))
-    return dataclasses.replace(report, bytes=dataclasses.replace(account, layers=layers))
+    return dataclasses.replace(report, bytes=account)

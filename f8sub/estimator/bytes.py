@@ -44,16 +44,18 @@ def operand_bytes(format: Float8Format, rows: int, depth: int) -> int:
 def tokens_bytes(
     format: Float8Format, rows: int, cols: int, experts: int, multiple: int, *, contracted: bool
 ) -> int:
-    """Count codes and scales of ``Tokens`` of (rows, cols) in groups.
+    """Count codes and scales of an operand that has a row for each token, x or dy; those of experts are in groups.
 
     Args:
         format: of the operand.
-        rows: tokens of all experts.
+        rows: tokens, those of all experts together.
         cols: features.
-        experts: groups.
+        experts: groups of rows; 0 of a linear layer.
         multiple: groups begin at multiples of it; those with tiles of several rows at multiples of these.
         contracted: whether the product sums over the rows.
     """
+    if not experts:
+        return operand_bytes(format, *((cols, rows) if contracted else (rows, cols)))
     tile = format.tile.t() if contracted else format.tile
     # A tile belongs to one group, so groups begin where tiles do.
     start = start_of_groups(tile.rows, multiple)
@@ -98,13 +100,11 @@ def saved_x_bytes(
     row, col = recipe.formats("x")
     if col is None or how == HIGH_PRECISION:
         return plain
-    if experts:
-        return tokens_bytes(col, rows, cols, experts, multiple, contracted=True)
     # The rowwise operand of fprop is saved, and the columnwise one computed from it in backward.
     if how == RECOMPUTE and row is not None:
-        return operand_bytes(row, rows, cols)
+        return tokens_bytes(row, rows, cols, experts, 1, contracted=False)
     # wgrad sums over tokens: it reads x as (K, tokens).
-    return operand_bytes(col, cols, rows)
+    return tokens_bytes(col, rows, cols, experts, multiple, contracted=True)
 
 
 BF16, FLOAT32 = 2, 4

@@ -11,17 +11,15 @@ from f8sub.convert.defaults import HEAD, default_reasons
 from f8sub.convert.experts import ExpertsChoice
 from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_keep_x, layer_recipes
 from f8sub.convert.products import (
-    GROUPS,
-    HEAD_SIZE,
     ROOT,
     SKIP_REASON,
     Product,
     Shapes,
     active_share,
-    active_share_of_linear,
     are_frozen,
     block_of,
     expert_products,
+    linear_products,
     other_weights,
     reads_attention,
 )
@@ -70,25 +68,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         }
     # Output heads make logits, whether they would be converted or not.
     heads = {fqn for fqn, reason in default_reasons(modules, linears).items() if reason == HEAD}
-    first: dict[tuple[str, tuple[str, ...]], str] = {}
-    products: list[Product] = []
-    seen = set()
-    for fqn, layer in linears.items():
-        layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter
-        parent, _, name = layer_name.rpartition(".")
-        # A tied weight multiplies in two places and is stored once.
-        elements = 0 if layer.weight in seen else layer.weight.numel()
-        seen.add(layer.weight)
-        # The first of the siblings that read one x stands for it.
-        uses, reads = (
-            active_share_of_linear(model, fqn),
-            first.setdefault((parent, GROUPS.get(name, (name,))), fqn),
-        )
-        sizes = layer.out_features, layer.in_features, uses, elements
-        head = getattr(modules.get(parent), "head_dim", None)
-        places = reasons[fqn], reads, reads_attention(layer_name), block_of(fqn)
-        head = head if isinstance(head, int) else HEAD_SIZE
-        products.append(Product(fqn, *sizes, *places, head, frozen=are_frozen(model, [layer.weight])))
+    products = linear_products(model, reasons)
     others, not_counted = _others(model, reasons)
     # Counts replace the assumed uses of models that can run on meta.
     products = _counted(model, products + others)

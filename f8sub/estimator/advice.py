@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from f8sub.recipe import Recipe
 
 FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15
-"""Of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that differ by less are the
-same; a step that is fewer times as fast is not worth a change of numbers; such a share of waiting is worth a word."""
+"""Choices, not measured: of a GPU's memory a step may take so much, the rest is the allocator's and NCCL's; speeds that
+differ by less are the same; a step that is fewer times as fast is not worth a change of numbers; such a share of
+waiting is worth a word."""
 
 
 MEASURED = (

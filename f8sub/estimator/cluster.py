@@ -27,8 +27,13 @@ beside: two H200s had 0.27 to 0.30 TB/s, as ``scripts/bench/gradients.py`` measu
 NETWORK = 0.75
 """Share of a NIC's rate that large collectives reach: assumed, see "What is not measured" in docs/measurements."""
 
-STEP, STEP_OF_NETWORK, MOST_STEPS = 3e-6, 12e-6, 4e-4
-"""Seconds of a ring's step within a host and between hosts; of all steps, NCCL having trees for many ranks."""
+STEP, STEP_OF_NETWORK, LAUNCHED = 3.4e-6, 14e-6, 8.4e-6
+"""Seconds of a step of a collective within a host and between hosts, and of a collective without its steps. Source: the
+model by which NCCL itself chooses, NVLINK, NET and the base of its protocol Simple (``src/graph/tuning.cc``)."""
+
+MOST_STEPS = 4e-4
+"""Seconds of all steps, NCCL having trees for many ranks. Fitted to the published run of Llama 3 405B, 256 GPUs
+(``scripts/tables/published_runs.json``), whose speed-up is predicted 6.8 % too low with it and 7.2 % without."""
 
 CODE = 1 + 1 / 128
 """Bytes of a gradient's element as e4m3 with its block's exponent; see ``f8sub.gradients``."""
@@ -118,7 +123,7 @@ class Cluster:
     def latency(self) -> float:
         """The seconds of an all-reduce of few bytes over all GPUs."""
         # Small tensors are reduced in trees: steps grow as the logarithm of the hosts.
-        return 2e-5 + STEP_OF_NETWORK * max(1, (self.gpus // self.per_host).bit_length())
+        return LAUNCHED + STEP_OF_NETWORK * max(1, (self.gpus // self.per_host).bit_length())
 
     def _steps(self) -> float:
         if self.hosts == 1:
@@ -127,7 +132,8 @@ class Cluster:
 
 
 _POWER = 0.74
-"""Share of what products reach at 700 W; fitted to the published runs of a Llama 3 8B, whose page tells the limit."""
+"""Share of what products reach at 700 W; fitted to the published runs of a Llama 3 8B, whose page tells the limit
+(``scripts/tables/published_runs.json``)."""
 
 H100_500W = Gpu(
     "H100-500W",
@@ -135,7 +141,6 @@ H100_500W = Gpu(
     H200.copy * 2.4 / 4.8,
     H100.attention * _POWER,
     H100.link,
-    H100.network,
     96e9,
     "an H100 of 96 GB and 2.4 TB/s at 500 W, which published runs had; fitted to them",
     grouped=H100.grouped,
@@ -150,21 +155,25 @@ ADD = 1.07
 """By how much a copy of the sum's bytes is faster: 903, 463 and 340 us of 856 M elements from 2, 8 and 64 ranks."""
 
 FORWARD = 1 / 3
-"""Share of casts and of elementwise work that is forward's."""
+"""Share of casts and of elementwise work that is forward's: assumed, one of three passes. It moves compute between the
+two halves of a step, whose sum it does not change."""
 
 HIDDEN_GATHER, HIDDEN_REDUCTION = 0.115, 0.4
 """Seconds that a second of a collective within a host adds to what runs beside it: it takes multiprocessors and memory
-bandwidth. A sum in a reduce-scatter takes most."""
+bandwidth. A sum in a reduce-scatter takes most. Fitted to "Llama 3 8B, 32 layers, 8192 tokens per GPU, torchtitan
+0.2.2" of ``tests/estimator/measured.toml``."""
 
 SKEW = 0.05
-"""Share of compute by which ranks that share weights wait for the slowest one; with the two above it makes the whole
-runs on two GPUs."""
+"""Share of compute by which ranks that share weights wait for the slowest one; fitted to those runs, as the two
+above."""
 
-OWN_SCALE = 1e-4
-"""Seconds of the kernels before and after the all-reduce of one weight's amax."""
+OWN_SCALE = 7 * seconds.CAST_GAP
+"""Seconds of the kernels before and after the all-reduce of one weight's amax: counted, those of ``tensor_to_scale`` in
+torchao 0.18, which the published runs used."""
 
 TP_COLLECTIVES = 4
-"""Collectives of activations of a block's forward under tensor parallelism, two before and two behind products."""
+"""Collectives of activations of a block's forward under tensor parallelism: counted, two before and two behind
+products."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from f8sub.recipe import Recipe, get_recipe, recipe_names
 from f8sub.recipes import DEFAULT
 
 PER_HOST = 8
-"""GPUs that NVLink joins."""
+"""GPUs that NVLink joins: data sheets of HGX H100, H200 and B200."""
 
 KINDS = {**GPUS, H100_500W.name: H100_500W}
 """GPUs by name; the last one is that of published runs."""

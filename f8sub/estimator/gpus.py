@@ -1,7 +1,7 @@
 """Holds the rates of GPUs: FLOP/s of products by kind and of attention, bytes/s of copies and collectives.
 
-An H200's figures were measured; the data file of ``tests/estimator`` has each with its command. Those of other
-GPUs are an H200's, scaled by what data sheets say of both, but for the copies of an H100, which were measured.
+Each figure names its source. Those of other GPUs than an H200 are its figures, scaled by what data sheets say of both,
+but for the copies of an H100, which were measured.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,6 @@ class Gpu:
         copy: bytes/s that a copy kernel reads and writes.
         attention: FLOP/s of causal attention, forward and backward.
         link: bytes/s of a GPU in collectives within a host of eight.
-        network: the same between hosts.
         memory: bytes.
         source: where the figures come from.
         measured: whether figures of whole training steps on this GPU are held to the estimate.
@@ -42,7 +41,6 @@ class Gpu:
     copy: float
     attention: float
     link: float
-    network: float
     memory: float
     source: str
     measured: bool = False
@@ -94,7 +92,8 @@ _HOPPER = {
     VECTORS: 960 * T,
     SQUARES: 1280 * T,
 }
-"""Fitted to an H200; a product's results are written besides. Data sheet: 989 in bf16, 1979 in float8, dense."""
+"""Fitted to "Products by themselves" of ``tests/estimator/measured.toml``, docs/measurements/kernels.md, "GEMMs", on an
+H200; a product's results are written besides. Data sheet: 989 in bf16, 1979 in float8, dense."""
 
 _BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, MX), 4500 / 1979)}
 """Ratios of data sheets' dense peaks to an H200's, of 4 and of 8 bits to its 8."""
@@ -102,10 +101,10 @@ _BLACKWELL = {HIGH: 2250 / 989, FP4: 9000 / 1979, **dict.fromkeys((WHOLE, ROWS, 
 _GROUPED = frozenset(_HOPPER) - {HIGH}
 """f8sub's own kernels, see docs/measurements; on Blackwell torch's alone, of scales of rows."""
 
-# copy, bytes/s; attention, FLOP/s; link and network, bytes/s; memory, bytes
-H200 = Gpu(
-    "H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 0.05 * T, 141e9, "held to measured runs", True, _GROUPED
-)
+# copy, bytes/s; attention, FLOP/s; link, bytes/s; memory, bytes
+H200 = Gpu("H200", _HOPPER, 3.8 * T, 520 * T, 0.13 * T, 141e9, "held to measured runs", True, _GROUPED)
+"""Copy: docs/measurements/kernels.md, "Quantizers". Attention and link are fitted to "Four blocks of a Llama 3 8B under
+FSDP2" and to "Reduce-scatters of a step with 16 layers" of ``tests/estimator/measured.toml``. Memory: data sheet."""
 
 
 def _by_data_sheet(
@@ -126,9 +125,7 @@ def _by_data_sheet(
     attention = H200.attention * peaks[HIGH]
     source = "from data sheets" + note
     by_link = H200.link * link / 900
-    return Gpu(
-        name, rates, H200.copy * by_memory, attention, by_link, H200.network, memory, source, grouped=grouped
-    )
+    return Gpu(name, rates, H200.copy * by_memory, attention, by_link, memory, source, grouped=grouped)
 
 
 H100 = replace(

@@ -206,7 +206,8 @@ STEP_WIDTH, STEP_NAME, CELL, COLUMNS = 80, 40, 13, 3
 """Columns of the page, of a way's name and of a cell; numbers of GPUs beside one another."""
 
 WHOLE_RUNS, SPEED_UPS, RATES = 0.06, 0.07, 0.07
-"""The largest errors: of tokens/s of runs on one to four H200s; of published speed-ups, and of their tokens/s."""
+"""The largest errors: of tokens/s of runs on one to four H200s; of published speed-ups, and of their tokens/s. Source:
+docs/measurements/predictions.md, "How near estimate is"."""
 
 ERRORS = (
     f"How near it is: tokens/s of whole runs of a Llama 3 8B on one to four H200s within {WHOLE_RUNS:.0%}; published "

@@ -4,8 +4,8 @@ A product takes its FLOPs at the rate of its kind, or its bytes at a copy's spee
 bytes at its share of a copy's speed. Each kernel adds a gap. What remains is attention, elementwise work and FSDP2's
 copies. ``f8sub.estimator.cluster`` makes a step of them, on one GPU or many.
 
-A number that names no source beside it is one of the parameters that docs/measurements says were fitted to the figures
-of ``tests/estimator/measured.toml``, each with its machine, day and command.
+Each number names its source. "Fitted to" names sets of ``tests/estimator/measured.toml`` by their titles; the file has
+machine, day and command of each figure.
 """
 
 from collections import Counter
@@ -55,17 +55,19 @@ RATES = {
     WHOLE: Rate(1530e12, 1),
     SQUARES: Rate(1400e12, 1),
 }
-"""Fitted to the 39 products of docs/measurements with groups of equal size, which they hit within 8 %. Products of
-squares alone were not timed: they have the rate of vectors by squares."""
+"""Fitted to "Products of experts by themselves", the 39 with groups of equal size, which they hit within 8 %. Products
+of squares alone were not timed: they have the rate of vectors by squares."""
 
 ON = {"H100": {HIGH: 0.96}}
-"""Shares of these rates by GPU. An H100's is fitted to the bf16 products and steps of docs/measurements on one.
+"""Shares of these rates by GPU. An H100's is fitted to the bf16 rows of "Products of Qwen3-30B-A3B's experts by
+themselves on an H100", and to the steps of docs/measurements/experts.md on H100s.
 
 Without it those products are predicted 3 % too fast on average, and steps 5 %; float8's products are within 1 %.
 """
 
 READ_AGAIN = 3
-"""Bytes moved for each element that the backend ``dequantize`` reads as bf16 before torch multiplies it."""
+"""Bytes moved for each element that the backend ``dequantize`` reads as bf16 before torch multiplies it: counted, 1
+read and 2 written."""
 
 
 def by_expert_seconds(spec: GemmSpec, m: float, k: float, n: float, experts: int, gpu: Gpu) -> float:
@@ -99,32 +101,38 @@ def _seconds(spec: GemmSpec, flops: float, read: tuple[float, float], written: f
 GAP, CAST_GAP = 5e-6, 9e-6
 """Seconds that a product, and a launch of a cast, take besides: ramps, tails, atomics. The host is ahead.
 
-Small layers ask for CAST_GAP; with it a cast by itself is predicted 21 to 39 % too slow (docs/measurements).
-"""
+Fitted to "Small layers, 8192 tokens" and "Products of 64 rows by 8192x8192". Small layers ask for CAST_GAP; with it a
+cast by itself is predicted 21 to 39 % too slow (docs/measurements)."""
 
 ELEMENTWISE, ELEMENTWISE_EAGER, ELEMENTWISE_KERNELS, REPEATED_ELEMENTWISE = 8.5, 32, 18, 1 / 3
 """Bytes moved for each element of a layer's x and y: compiled, eager, and eager with a kernel for each norm and SwiGLU;
-the share that a repeated forward adds.
+the share that a repeated forward adds, which is forward's of three passes.
+
+Fitted to the compiled and the eager rows of "Four blocks of a Llama 3 8B under FSDP2", and to "A whole step of 16
+blocks, eager, transformers' modules; then Liger-Kernel's norm and SwiGLU".
 
 By the tensors that they read and write, transformers' operators move 106 bytes an element of a norm and 28 of SwiGLU,
 forward and backward, kernels such as Liger-Kernel's 10 and 16. That is 14 fewer an element of a Llama's x and y.
 """
 
 LOGIT_BYTES, LOGIT_BYTES_EAGER = 24, 64
-"""Bytes that a loss moves for each logit, forward and backward, compiled and eager."""
+"""Bytes that a loss moves for each logit, forward and backward, compiled and eager. Fitted to "The same blocks with
+embeddings, head, loss and AdamW: a whole step", and to "A whole step of 16 blocks, eager"."""
 
 ADAMW, CLIPPING = 7, 3
 """Times a parameter's bytes that are moved. Fused AdamW reads parameter, gradient and two states, and writes three.
 Clipping reads gradients for their norm, and reads and writes them for their scale."""
 
 COPY_IN = 12
-"""Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed."""
+"""Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed. Fitted
+to "Reduce-scatters of a step with 16 layers", row ``copy_in_ms``."""
 
 ATTENTION_PASSES = 3.5
 """Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
 
 ROUTED = 52
-"""Bytes that an element of a token takes to its expert and back. Qwen3-30B-A3B had 66 in bf16, 40 in float8."""
+"""Bytes that an element of a token takes to its expert and back. Fitted to "4 layers of Qwen3-30B-A3B in
+recipes/pretrain.py", which had 66 in bf16 and 40 in float8."""
 
 EXPONENTIALS = 3.9e12
 """A Hopper's special functions a second: FlashAttention-3 (arXiv 2407.08608), 2.2. A score needs one in forward and one
@@ -162,8 +170,9 @@ HOST_GRADIENTS = 0.00025
 HOST_PARTS = Host(0.0168, 0.00013)
 """The same where GPUs share a layer: 16.8 and 17.7 ms a block of a Llama 3 8B, TP 2 x FSDP 2 (docs/measurements)."""
 
-HOST_ALONE = Host(0.0023, 0.00065)
-"""The same without FSDP2, forward and backward: four compiled blocks took a host 9.1 ms in bf16 and 27.3 in float8."""
+HOST_ALONE = Host(0.00133, 0.00029)
+"""The same without FSDP2, forward and backward: a block took 1.33 ms in bf16 and 3.39 in float8. Source:
+docs/measurements/several_gpus.md, "Host time of launched blocks", the machine with prepared launches."""
 
 NONE, SELECTIVE, GEMMS, FULL = "none", "selective", "gemms", "full"
 CHECKPOINTS = (NONE, SELECTIVE, GEMMS, FULL)
@@ -190,15 +199,18 @@ CASTS = {
     MX: Cast((4, 0.08, 2), (3, 0.08, 1), (3, 0.08, 1)),
     FP4: Cast((3, 0.08, 2), (2.5, 0.08, 1), (2.5, 0.08, 1)),
 }
-"""Source: docs, "Quantizers on a GPU"; 1x32 and 1x16, for which f8sub has no kernels, have Inductor's for blocks."""
+"""Source: docs/measurements/kernels.md, "Quantizers", rows one per tensor, one per row, 1x128 and 256x256. 1x32 and
+1x16, for which f8sub has no kernels, have the share of Inductor's for 1x128."""
 
-PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))  # with scales that are known beforehand
+PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))
+"""With scales that are known beforehand. Source: there, row "``delayed``, later steps", which is both usages'."""
 
 PLAIN = CASTS[MX]
 """Of experts' tokens with such scales, which no kernel casts: not measured, so taken as slow as other plain casts."""
 
 DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
-"""The same of gathered codes that become columnwise: those that are re-scaled, and others."""
+"""The same of gathered codes that become columnwise: those that are re-scaled, and others. Source: there, the two rows
+"gathered codes to the columnwise usage"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
-from f8sub.convert.messages import REFERENCE_TIMES_BF16
 from f8sub.estimator.advice import host_measured
+from f8sub.estimator.gpus import BY_REFERENCE
 from f8sub.text_table import text_table
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def _steps(estimate: Estimate, letters: dict[str, str]) -> list[str]:
             others.setdefault(gpu.source, []).append(gpu.name)
     notes += [f"* {', '.join(own)}: {source}." for source, own in others.items()]
     if any(not each.native for each in estimate.predictions):
-        times = REFERENCE_TIMES_BF16
-        notes.append(f"-: no native kernel; the reference backend is about {times} times slower than bf16.")
+        notes.append(f"-: no native kernel; {BY_REFERENCE}.")
     return [*lines, *(line for note in notes for line in _wrapped(note, "  "))]
 
 
@@ -259,10 +258,7 @@ def _speeds(estimate: StepEstimate) -> list[str]:
                 *_ways(estimate, replayed=True),
             ]
     if not estimate.native:
-        note = (
-            f"{estimate.recipe} has no native kernels on {first.gpu.name}: its products are those of the reference "
-            f"backend, about {REFERENCE_TIMES_BF16} times slower than bf16's."
-        )
+        note = f"{estimate.recipe} has no native kernels on {first.gpu.name}: {BY_REFERENCE}."
         lines += _wrapped(note, "  ")
     return lines
 

@@ -41,7 +41,7 @@ from f8sub.errors import (
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import is_dtensor, place_in_whole
+from f8sub.torch_compat import is_dtensor, is_fsdp_module, place_in_whole
 from f8sub.weights.weight import conversion_of, local_tensor, take_place
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
@@ -102,6 +102,9 @@ def load_float8(
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
     refuse_other_than_a_module("load_float8", model)
+    # A forward without a backward leaves the root gathered, and its next reshard would undo a load.
+    for module in filter(is_fsdp_module, model.modules()):
+        module.reshard()
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]

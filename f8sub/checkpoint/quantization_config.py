@@ -20,11 +20,14 @@ _OF_ACTIVATIONS = (
     "q_scale",
     "k_scale",
     "v_scale",
+    "kv_scale",
+    "prob_scale",
 )
 """Names of static scales of activations, which an engine casts by, and training does not.
 
 Sources: the files of compressed-tensors and ModelOpt, transformers' ``FP8Linear``, FBGEMM's bound, and vLLM's
-``maybe_remap_kv_scale_name`` for a cache of keys and values.
+``maybe_remap_kv_scale_name`` for a cache of keys and values, with one scale of both in older files, and for attention's
+probabilities.
 """
 
 
@@ -185,12 +188,35 @@ def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
     edges = {"block": (tile.rows, tile.cols), "group": (tile.cols,)}.get(strategy, ())
     if ALL in edges:  # f8sub's own word for a whole dimension, and a slip in a file
         wrong.append(f"blocks of {tile.rows}x{tile.cols}")
+    _refuse_rotations(layer, file, quantization)
     if wrong:
         raise Float8ConfigError(
             f"{file}: {layer} is stored as F8_E4M3 and described with {', '.join(wrong)}; load_float8 reads num_bits "
             f"8, type 'float', symmetric True, the formats {', '.join(_FORMATS)}, and blocks of sizes from 1 on"
         )
     return tile
+
+
+_ROTATED_WHILE_IT_RUNS = ("input", "output")
+"""Places of compressed-tensors' transforms that a model without them lacks half of.
+
+Those of keys and queries cancel in their product, and those of weights alone are a matter of the file. Source:
+compressed-tensors' ``TransformLocation``.
+"""
+
+
+def _refuse_rotations(layer: str, file: Path, quantization: dict[str, Any]) -> None:
+    """Refuse weights that stand for the model's only after a rotation of activations, which training does not do."""
+    # Of the first weight that is read: rotations hold for a whole model.
+    schemes = ((quantization.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = {args.get("location") for scheme in schemes for args in scheme.get("apply") or ()}
+    found = [place for place in _ROTATED_WHILE_IT_RUNS if place in places]
+    if found:
+        raise Float8ConfigError(
+            f"{file}: transform_config rotates each {' and '.join(found)} of layers while the model runs, so the "
+            f"weight of {layer} is rotated too, and without that it is another model's; load a checkpoint without "
+            "online rotations, such as the one in high precision, and convert it"
+        )
 
 
 def _group_of(layer: str, quantization: dict[str, Any]) -> dict[str, Any]:

@@ -194,7 +194,13 @@ UNREAD = {
         SIZES,
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
         "tensorwise",
-        beside=("q_proj.input_scale", "k_proj.k_scale", "v_proj.v_scale"),
+        beside=(
+            "q_proj.input_scale",
+            "k_proj.k_scale",
+            "v_proj.v_scale",
+            "self_attn.kv_scale",
+            "self_attn.prob_scale",
+        ),
     ),
 }
 """Forms that transformers does not read on a CPU, or not as they are meant: their values in float64 are the oracle."""

@@ -1,5 +1,6 @@
 """A float8 checkpoint comes back as the values that its codes stand for, or as an error before anything is written."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.checkpoint.models import (
     trained,
 )
 from tests.checkpoint.nets import NETS, Tied
-from tests.models import seed_weights
+from tests.models import equal, seed_weights
 from tests.selection import long_but
 
 FLOAT_SCALES = f8sub.get_recipe("blockwise", power_of_2_scales=False)
@@ -218,6 +219,42 @@ def test_a_layout_that_is_not_read(saved, quantization, told):
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     with pytest.raises(f8sub.Float8ConfigError, match=rf"/config\.json: model.*_proj.* {told}"):
         f8sub.load_float8(other("blockwise"), folder)
+
+
+def rotate(folder: Path, *places: str) -> None:
+    """Describe rotations as compressed-tensors does."""
+    config = json.loads((folder / "config.json").read_text())
+    applied = [{"targets": ["Linear"], "location": place} for place in places]
+    scheme = {"type": "hadamard", "apply": applied}
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R": scheme}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        (("weight_input", "input"), "input"),
+        (("weight_output", "output"), "output"),
+        (("input", "output"), "input and output"),
+    ],
+)
+def test_weights_of_a_model_that_rotates_activations_are_refused(saved, places, told):
+    """Such a file's weights stand for the model's only beside rotations that training does not do."""
+    _, folder = saved("blockwise")
+    rotate(folder, *places)
+    model = other("blockwise")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(f8sub.Float8ConfigError, match=f"transform_config rotates each {told} of layers"):
+        f8sub.load_float8(model, folder)
+    assert equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("places", [(), ("weight_input", "weight_output"), ("q_attn", "k_cache")])
+def test_rotations_that_cancel_are_read(saved, places):
+    """Those of weights alone, on both sides of a layer, and of queries with keys leave the model's function."""
+    _, folder = saved("blockwise")
+    rotate(folder, *places)
+    f8sub.load_float8(other("blockwise"), folder)
 
 
 GROUP = {"weights": {"strategy": "group"}, "targets": ["Linear"]}

@@ -125,6 +125,37 @@ def test_each_rank_loads_its_own_shards(rank, world, tmp_path, recipe, way):
     assert sum(wire.calls.values()) == 0
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["all in the root", "blocks apart"])
+def test_a_load_after_a_forward_without_backward_lasts(rank, world, tmp_path, whole):
+    """That leaves the root's parameters gathered, and backward puts the sharded ones in their place."""
+    folder = tmp_path / "out"
+    if rank == 0:
+        write_unsharded("blockwise", folder)
+    dist.barrier()
+    model = f8sub.convert_to_float8(seed_weights(Named(), seed=3), recipe="blockwise")
+    for block in () if whole else model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    f8sub.precompute_scales(model)
+
+    def forward() -> torch.Tensor:
+        h = torch.ones(128, 64)
+        for block in model.layers:
+            h = block(h)
+        return model.lm_head(model.norm(h))
+
+    model.forward = forward
+    with torch.no_grad():
+        model()
+    f8sub.load_float8(model, folder)
+    f8sub.precompute_scales(model)
+    model().sum().backward()
+    expected = f8sub.convert_to_float8(seed_weights(Named(), seed=4), recipe="blockwise")
+    f8sub.load_float8(expected, folder)
+    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert differences(found, dict(expected.state_dict())) == []
+
+
 @pytest.mark.parametrize(
     ("recipe", "scales"), [("tensorwise", 0), ("rowwise", 0), ("mxfp8", 16 * (128 + 256))]
 )

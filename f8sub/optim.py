@@ -1,5 +1,6 @@
 """MasterWeights: an optimizer's float32 masters of weights that the model holds in fewer bits."""
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from f8sub.errors import Float8ConfigError
 from f8sub.weights.fused_step import FusedStep
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import like_sharded
-from f8sub.weights.weight import exported, local_tensor, master_of
+from f8sub.weights.weight import exported, local_tensor, master_of, refuse_gathered
 
 if TYPE_CHECKING:
     from f8sub.weights.conversion import Conversion
@@ -21,6 +22,12 @@ __all__ = ["MasterWeights", "fuse_step"]
 
 MASTER = "master"
 """Name of the master among the states of its parameter."""
+
+_MODES = ("train", "eval")
+"""Methods by which an optimizer exchanges the weights that it trains and those that are evaluated.
+
+Source: schedulefree, and what transformers' Trainer and accelerate look for.
+"""
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -50,6 +57,8 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights wraps an optimizer of the model's parameters, got {type(optimizer).__name__}; "
                 "f8sub.optim.MasterWeights(torch.optim.AdamW(model.parameters(), lr=...))"
             )
+        # Before masters are taken of values that FSDP2 frees.
+        refuse_gathered("MasterWeights", optimizer)
         self.optimizer = optimizer
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults))
@@ -102,6 +111,26 @@ class MasterWeights(torch.optim.Optimizer):
         self._round()
         self._pass_options(self.optimizer.param_groups, self.param_groups)
         return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``train`` and ``eval`` of a wrapped optimizer that has them, such as a schedule-free one."""
+        # Only then: trainers call what they find. The wrapped optimizer is missing while torch's constructor runs.
+        if name in _MODES and callable(getattr(self.__dict__.get("optimizer"), name, None)):
+            return functools.partial(self._switch, name)
+        return object.__getattribute__(self, name)  # Python's own error
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        """Have the wrapped optimizer put other values into the masters, and round the weights from them."""
+        self._take_unfrozen()
+        self._pass_options(self.param_groups, self.optimizer.param_groups)
+        self._follow_weights()
+        getattr(self.optimizer, mode)()
+        # The weights of the other mode; the masters of primary weights have them already.
+        self._round()
+        self._pass_options(self.optimizer.param_groups, self.param_groups)
+        for conversion in conversions_of(self._masters):
+            conversion.changes += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """Refused: a copy's weights would not be those that the copied masters are of."""
@@ -263,6 +292,7 @@ def fuse_step(optimizer: torch.optim.Optimizer) -> FusedStep:
         raise Float8ConfigError(
             f"fuse_step takes torch.optim.AdamW, or MasterWeights of one, got {type(stepped).__name__}"
         )
+    refuse_gathered("fuse_step", optimizer)
     if stepped in FusedStep.optimizers:
         raise Float8ConfigError(
             f"fuse_step was called for this {type(stepped).__name__} before; keep what it returned, or call remove() "

@@ -567,6 +567,18 @@ def fsdp_params() -> Iterator[tuple[Any, Any]]:
                     yield group, param
 
 
+def gathered_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer that FSDP2 has for a forward alone: it reduces no gradient to them.
+
+    After a forward without a backward the root's parameters are those until ``reshard``, and ``model.parameters()``
+    gives them.
+    """
+    found: dict[int, Any] = {}
+    with contextlib.suppress(Float8ConfigError):  # raised where weights are gathered
+        found = {id(getattr(param, "unsharded_param", None)): param for _, param in fsdp_params()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) in found]
+
+
 def keep_padded_shards(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     """Have FSDP2 keep the memory of uneven shards, and so the state dicts from before the first forward.
 

@@ -11,7 +11,7 @@ from f8sub.errors import Float8ConfigError, refuse_other_than_an_optimizer
 from f8sub.optim import MasterWeights, conversions_of
 from f8sub.torch_compat import untraced
 from f8sub.weights.non_finite import SkippedSteps
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import local_tensor, refuse_gathered
 
 if TYPE_CHECKING:
     from f8sub.weights.conversion import Conversion
@@ -49,6 +49,7 @@ def skip_step_if_nonfinite(
             gradients are there only inside of it.
     """
     refuse_other_than_an_optimizer("skip_step_if_nonfinite", optimizer)
+    refuse_gathered("skip_step_if_nonfinite", optimizer)
     if optimizer in _guarded:
         raise Float8ConfigError(
             f"skip_step_if_nonfinite was called for this {type(optimizer).__name__} before; keep the guard that it "

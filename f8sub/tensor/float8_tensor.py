@@ -94,11 +94,28 @@ class Float8Tensor(torch.Tensor):
         return Operand(*(getattr(self, f"columnwise_{part}") for part in Operand._fields))
 
     def dequantize(self) -> torch.Tensor:
-        """Return high-precision values, of its shape in ``dtype``; from the rowwise data where both are there."""
+        """Return high-precision values, of its shape in ``dtype``; from the rowwise data where both are there.
+
+        Raises:
+            Float8ConfigError: FSDP2 freed the memory of a gathered weight, which something holds on to.
+        """
+        self._check_memory()
         if (rowwise := self.rowwise) is not None:
             return reference.dequantize(rowwise, self.dtype).view(self.shape)
         # The columnwise operand is (cols, rows).
         return reference.dequantize(present(self.columnwise), self.dtype).t().reshape(self.shape)
+
+    def _check_memory(self) -> None:
+        data = present(self.rowwise or self.columnwise).data
+        # Of a traced tensor there is none to look at.
+        if torch.compiler.is_compiling() or type(data) is not torch.Tensor or data.numel() == 0:
+            return
+        # A float8 view of freed memory has an address that torch does not check.
+        if data.untyped_storage().nbytes() == 0:
+            raise Float8ConfigError(
+                f"{self!r} is a weight that FSDP2 gathered, and its memory is freed since; read the module's own "
+                "parameter, which is the sharded one now"
+            )
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Derive or drop a usage, in place.

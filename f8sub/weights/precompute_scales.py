@@ -12,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_an_optimizer, shown
-from f8sub.torch_compat import is_dtensor, untraced
+from f8sub.torch_compat import gathered_parameters, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, conversion_of, local_tensor
+from f8sub.weights.weight import Weight, conversion_of, local_tensor, of_gathered, refuse_gathered
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -70,6 +70,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if optimizer not in _begun:
             _begun.add(optimizer)
             _warn_of_gone(stepped)
+            # Once: FSDP2 keeps the same tensor from forward to forward.
+            if found := gathered_parameters(optimizer):
+                warnings.warn(of_gathered(optimizer, found), Float8Warning, stacklevel=4)
     for conversion, weights in stepped.items():
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
@@ -269,6 +272,7 @@ def register_precompute_hook(
     while not hasattr(runs_hooks, "_optimizer_step_post_hooks") and hasattr(runs_hooks, "optimizer"):
         runs_hooks = runs_hooks.optimizer  # accelerate's wrapper has no hooks of its own
     refuse_other_than_an_optimizer("register_precompute_hook", runs_hooks)
+    refuse_gathered("register_precompute_hook", runs_hooks)
     stepped = {id(parameter) for group in runs_hooks.param_groups for parameter in group["params"]}
     if stepped.isdisjoint(id(parameter) for part in parts for parameter in part.parameters()):
         raise Float8ConfigError(

@@ -18,7 +18,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Float8Format, Operand
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import bound_hook, is_dtensor, is_swapped_with_itself
+from f8sub.torch_compat import bound_hook, gathered_parameters, is_dtensor, is_swapped_with_itself
 from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered, lies_in_rows
 
 if TYPE_CHECKING:
@@ -287,6 +287,31 @@ def is_converted(module: torch.nn.Module) -> bool:
 def master_of(local: torch.Tensor) -> "MasterWeight | None":
     """Return the high-precision values behind a parameter's local tensor; None for a plain tensor or float8 alone."""
     return local.master if isinstance(local, Weight) else None
+
+
+def refuse_gathered(call: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise where an optimizer holds parameters that FSDP2 gathered for a forward, and replaces in backward.
+
+    Args:
+        call: the function of f8sub that was given the optimizer.
+        optimizer: created after a forward without a backward, perhaps.
+
+    Raises:
+        Float8ConfigError: it does, and would train nothing of them.
+    """
+    if found := gathered_parameters(optimizer):
+        raise Float8ConfigError(f"{call}: {of_gathered(optimizer, found)}")
+
+
+def of_gathered(optimizer: torch.optim.Optimizer, found: Sequence[torch.Tensor]) -> str:
+    """What to say of an optimizer that holds gathered parameters, see ``refuse_gathered``."""
+    of_all = sum(len(group["params"]) for group in optimizer.param_groups)
+    return (
+        f"{len(found)} of the {of_all} parameters of the {type(optimizer).__name__}, the first one of shape "
+        f"{tuple(found[0].shape)}, are those that FSDP2 gathered for a forward: after a forward without a backward "
+        "model.parameters() gives them, backward puts the sharded ones in their place, and the optimizer trains "
+        "nothing of them; create it before the first forward, or call module.reshard() on every FSDPModule first"
+    )
 
 
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:

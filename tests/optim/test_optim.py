@@ -346,3 +346,59 @@ def test_a_copy_is_refused(kind, copied):
     optimizer = adamw(made(kind))
     with pytest.raises(f8sub.Float8ConfigError, match="cannot be copied or pickled"):
         copied(optimizer)
+
+
+class Averaging(torch.optim.SGD):
+    """As schedule-free optimizers do, evaluates at the average of the weights that it trains."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                average = state.setdefault("average", torch.zeros_like(p))
+                average.lerp_(p, 1 / group["steps"])
+        return loss
+
+    def _exchange(self, training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group.get("training", True) is not training else ():
+                other = self.state[p]["average"].clone()
+                self.state[p]["average"].copy_(p)
+                p.data.copy_(other)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._exchange(True)
+
+    def eval(self) -> None:
+        self._exchange(False)
+
+
+@on_each_kind
+def test_an_optimizer_that_exchanges_weights_exchanges_masters(kind):
+    model, by_hand = made(kind), network() if kind.endswith("fp32") else network().bfloat16().float()
+    optimizer = f8sub.optim.MasterWeights(Averaging(model.parameters(), lr=0.5))
+    expected = Averaging(by_hand.parameters(), lr=0.5)
+    optimizer.train()
+    for seed in range(3):
+        backward(model, seed)
+        for p, mine in zip(by_hand.parameters(), model.parameters(), strict=True):
+            p.grad = mine.grad.float()
+        optimizer.step(), optimizer.zero_grad(), expected.step()
+    trained = backward(model, 9)
+    for exchange in ("eval", "train"):
+        with torch.no_grad():
+            getattr(optimizer, exchange)(), getattr(expected, exchange)()
+        masters = {id(weight): state.get("master", weight) for weight, state in optimizer.state.items()}
+        for weight, p in zip(model.parameters(), by_hand.parameters(), strict=True):
+            assert torch.equal(masters[id(weight)].float(), p)
+        assert torch.equal(backward(model, 9), trained) is (exchange == "train")
+    assert optimizer.param_groups[0]["training"] is True
+
+
+def test_other_optimizers_have_no_modes():
+    """Trainers call ``train`` and ``eval`` wherever they find them."""
+    optimizer = adamw(made("bf16"))
+    assert not any(hasattr(optimizer, name) for name in ("train", "eval", "swap"))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import f8sub
 from tests.models import loss_of, refusal, shard, transformer
@@ -140,6 +140,66 @@ def test_an_optimizer_that_was_made_before_fully_shard_is_told_once(rank, world)
         assert not step(early)
     assert not step(early)
     assert step(late)
+
+
+ASKED = {
+    "hook": lambda optimizer, model: f8sub.register_precompute_hook(optimizer, model),
+    "guard": lambda optimizer, model: f8sub.skip_step_if_nonfinite(optimizer),
+    "masters": lambda optimizer, model: f8sub.optim.MasterWeights(optimizer),
+    "one pass": lambda optimizer, model: f8sub.optim.fuse_step(optimizer),
+}
+
+
+def looked_at(blocks: bool) -> torch.nn.Module:
+    """A model after a forward without a backward, from which on FSDP2 has the root's parameters gathered."""
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 32), torch.nn.Linear(32, 32, dtype=torch.bfloat16))
+    f8sub.convert_to_float8(model.bfloat16())
+    if blocks:
+        fully_shard(model[1])
+    fully_shard(model)
+    f8sub.precompute_scales(model)
+    with torch.no_grad():
+        model(torch.arange(8))
+    return model
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["float8 in the root", "none in the root"])
+@pytest.mark.parametrize("asked", ASKED)
+def test_an_optimizer_of_gathered_parameters_is_refused(rank, world, asked, blocks):
+    model = looked_at(blocks)
+    early = torch.optim.AdamW(model.parameters(), fused=True)
+    text = refusal(f8sub.Float8ConfigError, ASKED[asked], early, model)
+    assert f"{1 if blocks else 3} of the 3 parameters of the AdamW, the first one of shape (8, 32)" in text
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    ASKED[asked](torch.optim.AdamW(model.parameters(), fused=True), model)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["float8 in the root", "none in the root"])
+def test_a_step_of_gathered_parameters_warns_once(rank, world, blocks):
+    """torch lets it step, and trains nothing that the root holds."""
+    model = looked_at(blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = full(model)
+
+    def step() -> None:
+        model(torch.arange(8)).square().sum().backward()
+        optimizer.step()
+        f8sub.precompute_scales(model)
+
+    with pytest.warns(
+        f8sub.Float8Warning, match=r"of the 3 parameters of the SGD, .* trains nothing of them"
+    ):
+        step()
+    step()
+    after = full(model)
+    assert torch.equal(after["0.weight"], before["0.weight"])
+    assert torch.equal(after["1.weight"], before["1.weight"]) is not blocks
+
+
+def full(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
 def test_what_conversion_left_alone_and_parts_of_a_converted_model_are_not_refused():

@@ -91,3 +91,19 @@ def test_it_says_so_once_for_each_operator_and_gradients_of_both_uses_meet(rank,
     assert said[0].endswith("test_read_weights.py")
     assert {"aten.mm.default", "aten._to_copy.default", "aten.mul.Tensor"} <= set(operators)
     assert max(errors) < 0.06
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gathered_weight_that_is_freed_is_an_error(rank, world, recipe):
+    """Its memory belongs to nobody: a read on the host was the end of the process."""
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(COLS, ROWS)), recipe=recipe)
+    fully_shard(model)
+    precompute(model)
+    with torch.no_grad():
+        model(gaussian((16, COLS), generator(0)))
+    held = model[0].weight
+    assert held.dequantize().isfinite().all()
+    model.reshard()
+    for read in (held.dequantize, lambda: held * 2, lambda: F.linear(torch.ones(1, COLS), held), held.double):
+        with pytest.raises(f8sub.Float8ConfigError, match="its memory is freed since"), silenced():
+            read()

@@ -105,9 +105,13 @@ _MOSTLY_HEADS = (
 )
 
 RULES = (
-    # PEFT's names, torchtitan's and diffusers'.
+    # PEFT's names, torchtitan's and diffusers'; the last three are PEFT's kinds that have linear layers beside LoRA.
     HighPrecisionRule(
-        ADAPTER, ("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_magnitude_vector")
+        ADAPTER,
+        (
+            *("lora_[ABab]", "lora_up", "lora_down", "lora_embedding_*", "lora_magnitude_vector"),
+            *("lily_*", "peanut_*", "shadow_*"),
+        ),
     ),
     # transformers and torchtitan call what chooses a mixture's experts so, or hold it in a module of that name.
     HighPrecisionRule(ROUTER, ("router",)),

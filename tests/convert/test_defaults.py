@@ -1,10 +1,14 @@
 """What stays in high precision by default: heads, routers, adapters and small layers, and what only looks like one."""
 
+import contextlib
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 import f8sub
+from f8sub.convert.defaults import default_reasons
 from tests.convert.models import K, reasons
 
 HEADS = [
@@ -139,6 +143,7 @@ ROUTERS = {
 }
 ADAPTERS = ["lora_A.default", "lora_B.default", "lora_a", "lora_b", "lora_up", "lora_down"]
 ADAPTERS += ["lora_embedding_A.default", "lora_magnitude_vector.default"]
+ADAPTERS += ["lily_A.default", "lily_router.default", "peanut_B.default", "shadow_update_transform.default.0"]
 CASES = {
     **{name: (*case, "output head (default)") for name, case in OUTPUTS.items()},
     **{name: (*case, "router of experts (default)") for name, case in ROUTERS.items()},
@@ -161,6 +166,42 @@ def test_which_layers_stay_and_why(case):
     assert left(model) == expected
     assert set(reasons(model).values()) <= {why}
     assert left(model_of(*names), skip_defaults=False) == []
+
+
+WANTED = {"feedforward_modules": ["1"], "total_step": 10, "block_size": 16, "vector_length": 16}
+"""Options without which some kinds cannot be created, or not for layers so small."""
+TRAINS_A_COPY = {"LN_TUNING"}
+"""Kinds whose adapter is another linear layer in the place of the frozen one."""
+
+
+def adapted() -> dict[str, nn.Module]:
+    """A small model with each kind of PEFT's adapters that it can have."""
+    peft = pytest.importorskip("peft")
+    found = {}
+    for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        options = inspect.signature(config).parameters
+        if "target_modules" not in options or kind.name in TRAINS_A_COPY:
+            continue
+        given = {"target_modules": ["0", "1"], **{n: v for n, v in WANTED.items() if n in options}}
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        with contextlib.suppress(Exception):  # kinds for certain models, and those that need more packages
+            found[kind.name] = peft.get_peft_model(model, config(**given))
+    return found
+
+
+def test_of_all_kinds_of_adapters_the_frozen_layers_alone_are_converted():
+    models = adapted()
+    assert len(models) > 25
+    assert {"LORA", "LILY", "PEANUT"} <= models.keys()
+    for kind, model in models.items():
+        frozen = {name.removesuffix(".base_layer").rpartition(".")[2] for name in converted(model)}
+        assert frozen == {"0", "1"}, kind
+        assert len(converted(model)) == 2, kind
+
+
+def converted(model: nn.Module) -> list[str]:
+    linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    return [name for name in linears if name not in default_reasons(dict(model.named_modules()), linears)]
 
 
 def sized(*shapes: tuple[int, int]) -> nn.Module:

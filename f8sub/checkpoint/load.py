@@ -102,9 +102,7 @@ def load_float8(
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
     refuse_other_than_a_module("load_float8", model)
-    # A forward without a backward leaves the root gathered, and its next reshard would undo a load.
-    for module in filter(is_fsdp_module, model.modules()):
-        module.reshard()
+    _reshard(model)
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]
@@ -138,6 +136,12 @@ def load_float8(
                 part.module._f8sub.conversion.layer_loaded(part.module, {part.attribute: part.tensor}, "")
     if again:
         _warn_of_second_cast(again)
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    # A forward without a backward leaves the root gathered, and its next reshard would undo a load.
+    for module in filter(is_fsdp_module, model.modules()):
+        module.reshard()
 
 
 def _warn_of_second_cast(again: list[str]) -> None:

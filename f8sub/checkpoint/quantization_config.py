@@ -188,7 +188,7 @@ def described_tile(layer: str, file: Path, config: dict[str, Any]) -> Tile:
     edges = {"block": (tile.rows, tile.cols), "group": (tile.cols,)}.get(strategy, ())
     if ALL in edges:  # f8sub's own word for a whole dimension, and a slip in a file
         wrong.append(f"blocks of {tile.rows}x{tile.cols}")
-    _refuse_rotations(layer, file, quantization)
+    _refuse_rotations(file, quantization)
     if wrong:
         raise Float8ConfigError(
             f"{file}: {layer} is stored as F8_E4M3 and described with {', '.join(wrong)}; load_float8 reads num_bits "
@@ -205,7 +205,7 @@ compressed-tensors' ``TransformLocation``.
 """
 
 
-def _refuse_rotations(layer: str, file: Path, quantization: dict[str, Any]) -> None:
+def _refuse_rotations(file: Path, quantization: dict[str, Any]) -> None:
     """Refuse weights that stand for the model's only after a rotation of activations, which training does not do."""
     # Of the first weight that is read: rotations hold for a whole model.
     schemes = ((quantization.get("transform_config") or {}).get("config_groups") or {}).values()
@@ -213,9 +213,9 @@ def _refuse_rotations(layer: str, file: Path, quantization: dict[str, Any]) -> N
     found = [place for place in _ROTATED_WHILE_IT_RUNS if place in places]
     if found:
         raise Float8ConfigError(
-            f"{file}: transform_config rotates each {' and '.join(found)} of layers while the model runs, so the "
-            f"weight of {layer} is rotated too, and without that it is another model's; load a checkpoint without "
-            "online rotations, such as the one in high precision, and convert it"
+            f"{file}: transform_config rotates each {' and '.join(found)} of layers while the model runs, so their "
+            "weights are rotated too, and without that they are another model's; load a checkpoint without online "
+            "rotations, such as the one in high precision, and convert it"
         )
 
 

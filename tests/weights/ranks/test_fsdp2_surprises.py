@@ -1,0 +1,76 @@
+"""What FSDP2 does where one would guess otherwise, with float8 layers in it: rows of docs/behaviour.md."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import f8sub
+from tests.data_sets import gaussian, generator
+from tests.models import precompute, seed_weights
+
+K = 64
+
+
+def model_of() -> nn.Module:
+    model = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    precompute(model)
+    return model
+
+
+def gradients(model: nn.Module, *microbatches: torch.Tensor, dropped: torch.Tensor | None = None):
+    if dropped is not None:
+        model.set_requires_gradient_sync(False)
+        model(dropped).square().sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.zero_grad()
+    for x in microbatches:
+        model(x).square().sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_zero_grad_leaves_gradients_that_wait_for_a_reduction(rank, world):
+    x, other = (gaussian((32, K), generator(10 * i + rank)) for i in range(2))
+    alone, both = gradients(model_of(), x), gradients(model_of(), x, dropped=other)
+    assert all(not torch.allclose(a, b, rtol=0.1) for a, b in zip(alone, both, strict=True))
+
+
+def test_a_policy_casts_positions_wherever_they_are(rank, world):
+    """Positions beyond 256 collide in bfloat16; integers stay."""
+    seen: dict[str, torch.Tensor] = {}
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(K, K)
+
+        def forward(self, x: torch.Tensor, *, where: dict[str, torch.Tensor]) -> torch.Tensor:
+            seen.update(where)
+            return self.layer(x)
+
+    model = fully_shard(
+        f8sub.convert_to_float8(Attends()), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
+    precompute(model)
+    positions = torch.arange(1000)
+    model(gaussian((16, K), generator(rank)), where={"floats": positions.float(), "integers": positions})
+    assert seen["floats"].dtype == torch.bfloat16
+    assert len(seen["floats"].unique()) < 600
+    assert torch.equal(seen["integers"], positions)
+
+
+def test_an_assignment_to_data_is_ignored(rank, world):
+    """Of a DTensor: its shard, which everything reads, stays; in place it is written."""
+    model = model_of()
+    x = gaussian((32, K), generator(rank))
+    y = model(x).detach()
+    for p in model.parameters():
+        p.data = p.data * 0
+    assert torch.equal(model(x), y)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    precompute(model)
+    assert not model(x).any()

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
-from f8sub import attention
+from f8sub.attention import kernel_order
 from tests.data_sets import gaussian, generator
 from tests.models import transformer
 
@@ -31,7 +31,7 @@ def gpu(monkeypatch, *, major: int = 9, cudnn: int | None = 91900, hip: str | No
         patched.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         patched.setattr(torch.version, "hip", hip)
         settled = SimpleNamespace(calls=0)
-        patched.setattr(attention, "settle_order", lambda: vars(settled).update(calls=settled.calls + 1))
+        patched.setattr(kernel_order, "settle_order", lambda: vars(settled).update(calls=settled.calls + 1))
         yield settled
 
 

@@ -99,6 +99,8 @@ def test_writers_tell_what_a_row_has():
         def add_scalar(name: str, value: float, step: int) -> None:
             told[name] = value
 
-    rows = monitor.rows_of(7, ["layers.0"], torch.tensor([[1000.0, 1.0]], dtype=torch.float64))
+    rows = monitor.rows_of(
+        7, ["layers.0"], "gradient", "e4m3 1x128", torch.tensor([[1000.0, 1.0]], dtype=torch.float64)
+    )
     writers.tensorboard(Board)(7, rows)
     assert told == {"float8/gradient.sqnr/layers.0": 30.0}

@@ -125,6 +125,15 @@ def plan_in_use(layer: Any, weight: torch.Tensor) -> Any:
     return plan
 
 
+def key_in_use(layer: Any, weight: torch.Tensor) -> str:
+    """``plan_in_use``'s key, in compiled code.
+
+    Asked here: of what compiled code has written to a global, dynamo knows in functions of the module alone.
+    """
+    key: str = plan_in_use(layer, weight).key if was_entered else layer._f8sub.key
+    return key
+
+
 def _is_codes(weight: torch.Tensor) -> bool:
     """Return whether float8 codes are all there is of a weight: FSDP2 gathered them, or its master was dropped."""
     if is_dtensor(weight):

@@ -44,6 +44,7 @@ class LayerState:
 
     Attributes:
         plan: the recipe and the backend of each GEMM, where no context asks for another.
+        key: the plan's, which is all that compiled code reads of it, and guards on.
         fqn: the module's name in the model that was converted, for errors and reports.
         conversion: the conversion that the weights are of.
         float8_all_gather: whether FSDP2 gathers weights as float8 where they allow it.
@@ -51,7 +52,7 @@ class LayerState:
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``; experts have "auto".
     """
 
-    __slots__ = ("conversion", "float8_all_gather", "fqn", "keep_x", "plan", "weights")
+    __slots__ = ("_plan", "conversion", "float8_all_gather", "fqn", "keep_x", "key", "weights")
 
     def __init__(
         self,
@@ -64,6 +65,15 @@ class LayerState:
     ) -> None:
         self.plan, self.fqn, self.conversion = plan, fqn, conversion
         self.float8_all_gather, self.weights, self.keep_x = float8_all_gather, weights, keep_x
+
+    @property
+    def plan(self) -> Plan:
+        """See ``LayerState``."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan, self.key = plan, plan.key
 
     def convert(self, module: torch.nn.Module, cls: "type[ConvertedModule]") -> None:
         """Turn a module into one of a float8 class with this state, and enter its weights."""

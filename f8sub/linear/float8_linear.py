@@ -13,8 +13,10 @@ dy --quantize--> rowwise, columnwise
 - ``autocast.py`` gives other plans for a while, ``dtensor.py`` what DTensors need, ``shared_input.py`` the codes of an
   x that another layer cast.
 
-Compiled forwards of layers whose weight or x is a DTensor of float8 are one node to dynamo, which cannot look inside.
+Compiled forwards are one node to dynamo, which does not look inside: it would guard on all that the plan and these
+modules hold, at each call, and cannot look into DTensors of float8. The node knows its plan by the plan's key.
 AOTAutograd runs the node while it traces, with tensors that show what is in them, and so compiles what is in the node.
+Dynamo does look into layers with delayed scaling, and into those whose weight is a DTensor in high precision.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,15 @@ from f8sub.linear.saved_input import GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, compiling, dispatch_stack_size, is_dtensor, untraced
+from f8sub.torch_compat import (
+    apply,
+    autocast_dtype,
+    compiling,
+    constant_result,
+    dispatch_stack_size,
+    is_dtensor,
+    untraced,
+)
 from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
 from f8sub.weights.weight import RAW, Weight, local_tensor, written_raw
 
@@ -217,6 +227,42 @@ class Unnamed:
     fqn = "a layer in compiled code"
 
 
+@constant_result
+def _takes(x: torch.dtype, weight: torch.dtype) -> bool:
+    """Return whether a layer takes an x and a weight of these dtypes."""
+    return x in HIGH_PRECISION and weight not in RAW
+
+
+def _untaken(fqn: str, x: torch.Tensor, weight: torch.Tensor) -> Exception:
+    """Return the error where ``_takes`` says no."""
+    if weight.dtype in RAW:
+        return written_raw(fqn, weight.dtype)  # past every operator, as by ``weight.data = codes``
+    return TypeError(
+        f"{fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
+        f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
+    )
+
+
+@constant_result
+def _is_one_node(key: str, device: str) -> bool:
+    """Return whether a forward by that plan, of an x on that type of device, needs nothing that the layer keeps."""
+    plan = Plan.made[key]
+    return plan.recipe.scaling is None and plan.device.type == device
+
+
+@in_graph
+def _node_of_tensors(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, key: str, dtype: torch.dtype, keep_x: str
+) -> torch.Tensor:
+    """Do what ``Float8Linear.forward`` does with a weight that is no DTensor, by the plan of that key."""
+    call = Plan.made[key], dtype, CURRENT_SOURCES
+    with compiling():
+        if not torch.is_grad_enabled():
+            return fprop(x, weight, bias, call, None)[0]
+        y: torch.Tensor = _TracedMatmul.apply(x, weight, bias, call, keep_x, True)  # type: ignore[no-untyped-call]
+        return y
+
+
 @in_graph
 def _node(
     x: torch.Tensor, weight: "DTensor", bias: torch.Tensor | None, key: str, dtype: torch.dtype, keep_x: str
@@ -271,14 +317,9 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: D102
         x = input  # nn.Linear's name, which callers and sharding plans know it by
         state = self._f8sub
-        if x.dtype not in HIGH_PRECISION:
-            raise TypeError(
-                f"{state.fqn}: a float8 linear layer takes an input of {', '.join(map(str, HIGH_PRECISION))}, got "
-                f"{x.dtype} of shape {tuple(x.shape)}; convert it with .to(torch.bfloat16)"
-            )
         weight: torch.Tensor = self.weight
-        if weight.dtype in RAW:
-            raise written_raw(state.fqn, weight.dtype)  # past every operator, as by ``weight.data = codes``
+        if not _takes(x.dtype, weight.dtype):
+            raise _untaken(state.fqn, x, weight)
         # Not in_features: a rank may have a part of the weight, as a plain tensor, which reads a part of x.
         if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise Float8ShapeError(
@@ -287,11 +328,16 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
             )
         device = "cpu" if x.is_cpu else x.device.type
         dtype = autocast_dtype(device) or x.dtype
+        bias: torch.Tensor | None = self.bias
+        if torch.compiler.is_compiling() and not is_dtensor(weight):
+            key = autocast.key_in_use(self, weight)
+            if _is_one_node(key, device):
+                enter_graph_functions()
+                return _node_of_tensors(x, weight, bias, key, dtype, state.keep_x)
         if state.plan.device.type != device:
             state.follow(x.device)
         plan = autocast.plan_in_use(self, weight) if autocast.was_entered else state.plan
         sources = CURRENT_SOURCES if plan.recipe.scaling is None else delayed_sources_of(self, plan.recipe)
-        bias: torch.Tensor | None = self.bias
         adds_bias = True
         whole: Callable[[torch.Tensor], torch.Tensor] | None = None
         if is_dtensor(weight):

@@ -202,17 +202,19 @@ class MasterWeight(Weight):
     def _inner(self) -> torch.Tensor:
         """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
 
-        It guards on the alias's identity, so that is kept for as long as its storage is the weight's.
+        It guards on the alias's identity, so that is kept for as long as it lies where the weight does. The address
+        shows that, which no other memory gets while the alias holds this one; each call of compiled code asks twice.
         """
         if self._traced is not None:
             return self._traced
-        made_from = (self.untyped_storage()._cdata, int(self.storage_offset()), self.shape, self.stride())
+        made_from = self.data_ptr(), self.stride(), self.shape
         if self._alias is None or self._alias[0] != made_from:
             # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
             whole = self.plain.new_empty(0).set_(self.untyped_storage())
             dlpack: Any = torch.utils.dlpack
             memory = dlpack.from_dlpack(dlpack.to_dlpack(whole)).untyped_storage()
-            self._alias = made_from, whole.new_empty(0).set_(memory, *made_from[1:])
+            place = int(self.storage_offset()), self.shape, self.stride()
+            self._alias = made_from, whole.new_empty(0).set_(memory, *place)
         return self._alias[1]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

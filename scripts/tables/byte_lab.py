@@ -10,6 +10,7 @@ a gathered weight misses what it is held to: bytes; no matrix in float32; no cop
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -122,7 +123,8 @@ def plan_for_the_device(model: nn.Module) -> None:
         if isinstance(layer, f8sub.Float8Linear):
             with fake_h200():
                 plan = Plan.make(layer._f8sub.plan.recipe, torch.device("cuda", 0), "scaled_mm")
-            layer._f8sub.plan = dataclasses.replace(plan, device=torch.device("cpu"))
+            # A copy has a key of its own.
+            layer._f8sub.plan = copy.copy(dataclasses.replace(plan, device=torch.device("cpu")))
             for state in states_of(layer):
                 state.is_known = True  # as it is after the first step
 

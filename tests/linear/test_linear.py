@@ -1,5 +1,6 @@
 """Float8Linear: what it accepts, what it refuses, and that it computes nothing it need not."""
 
+import copy
 import dataclasses
 import gc
 
@@ -141,7 +142,8 @@ def test_backends_are_those_of_the_device_it_is_called_on():
     """A plan for another device, as of a layer that was moved by ``p.data = t``."""
     layer = made()
     expected = layer(x_of(M, K)).detach()
-    away = dataclasses.replace(layer._f8sub.plan, device=torch.device("meta"), fprop="none", any_layout=False)
+    plan = dataclasses.replace(layer._f8sub.plan, device=torch.device("meta"), fprop="none", any_layout=False)
+    away = copy.copy(plan)  # which has a key of its own
     layer._f8sub.plan = away
     torch._dynamo.reset()
     with pytest.raises(Exception, match="converted for meta, and compiled for cpu"):

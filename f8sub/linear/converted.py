@@ -52,7 +52,9 @@ class LayerState:
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``; experts have "auto".
     """
 
-    __slots__ = ("_plan", "conversion", "float8_all_gather", "fqn", "keep_x", "key", "weights")
+    __slots__ = ("conversion", "float8_all_gather", "fqn", "keep_x", "key", "plan", "weights")
+
+    key: str
 
     def __init__(
         self,
@@ -66,14 +68,11 @@ class LayerState:
         self.plan, self.fqn, self.conversion = plan, fqn, conversion
         self.float8_all_gather, self.weights, self.keep_x = float8_all_gather, weights, keep_x
 
-    @property
-    def plan(self) -> Plan:
-        """See ``LayerState``."""
-        return self._plan
-
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        self._plan, self.key = plan, plan.key
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "plan":
+            # Not a property: every eager forward reads the plan, and dynamo would look into one.
+            object.__setattr__(self, "key", value.key)
 
     def convert(self, module: torch.nn.Module, cls: "type[ConvertedModule]") -> None:
         """Turn a module into one of a float8 class with this state, and enter its weights."""

@@ -252,11 +252,18 @@ def _is_one_node(key: str, device: str) -> bool:
 
 @in_graph
 def _node_of_tensors(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, key: str, dtype: torch.dtype, keep_x: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    key: str,
+    dtype: torch.dtype,
+    keep_x: str,
 ) -> torch.Tensor:
     """Do what ``Float8Linear.forward`` does with a weight that is no DTensor, by the plan of that key."""
+    # A key, because dynamo of 2.11 cannot hand over the plan itself.
     call = Plan.made[key], dtype, CURRENT_SOURCES
     with compiling():
+        # Without gradients nothing is saved, and an autograd function would ask for it.
         if not torch.is_grad_enabled():
             return fprop(x, weight, bias, call, None)[0]
         y: torch.Tensor = _TracedMatmul.apply(x, weight, bias, call, keep_x, True)  # type: ignore[no-untyped-call]
@@ -330,6 +337,7 @@ class Float8Linear(ConvertedModule, torch.nn.Linear):
         dtype = autocast_dtype(device) or x.dtype
         bias: torch.Tensor | None = self.bias
         if torch.compiler.is_compiling() and not is_dtensor(weight):
+            # The key is all that is read of the plan, and so all of it that is guarded on.
             key = autocast.key_in_use(self, weight)
             if _is_one_node(key, device):
                 enter_graph_functions()

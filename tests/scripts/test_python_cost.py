@@ -22,3 +22,11 @@ def test_launches_of_every_operator_are_timed(run_script):
     for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):
         assert f"{name}: quantize x, both usages" in done.stdout
     assert "multiply, blockwise" in done.stdout
+
+
+@pytest.mark.long
+def test_guards_are_counted_and_timed(run_script):
+    pytest.importorskip("torchao.float8")
+    done = run_script("bench/guards.py", "--rounds", "2", "--calls", "3")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("nn.Linear", "torchao", "f8sub"))

@@ -130,7 +130,11 @@ def key_in_use(layer: Any, weight: torch.Tensor) -> str:
 
     Asked here: of what compiled code has written to a global, dynamo knows in functions of the module alone.
     """
-    key: str = plan_in_use(layer, weight).key if was_entered else layer._f8sub.key
+    innermost = _entry.innermost if was_entered else None
+    if innermost is None or innermost[0] is None:
+        own: str = layer._f8sub.key
+        return own
+    key: str = plan_in_use(layer, weight).key
     return key
 
 

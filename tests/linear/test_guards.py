@@ -98,6 +98,18 @@ def test_a_change_compiles_anew(change: Callable[[nn.Module], Any]):
     assert equal(*found)
 
 
+def test_a_weight_that_lies_elsewhere_is_read_there():
+    """``p.data = t`` of the same shape, which calls no operator and fails no guard."""
+    eager, layer = made(), made()
+    layer.compile(backend="aot_eager", fullgraph=True)
+    first = results(layer)
+    for each in (eager, layer):
+        each.weight.data = gaussian(tuple(each.weight.shape), generator(4)).to(each.weight.dtype)
+    found = results(layer)
+    assert equal(found, results(eager))
+    assert not equal(found, first)
+
+
 def results(layer: nn.Module) -> list[torch.Tensor]:
     x = x_of(M, layer.in_features).requires_grad_()
     y = layer(x)

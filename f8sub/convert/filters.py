@@ -44,10 +44,10 @@ def name_of(fqns: list[str]) -> str:
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Return whether a glob pattern matches ``fqn`` as a run of whole segments.
+    """Return whether a glob pattern matches ``fqn`` as a run of whole segments; all options that take patterns ask it.
 
     ``"lm_head"`` matches ``model.lm_head`` and ``lm_head.proj``, never ``lm_head2``; ``"layers.0"`` matches
-    ``model.layers.0.mlp.up`` and not ``model.layers.01``.
+    ``model.layers.0.mlp.up`` and not ``model.layers.01``; ``"layers.*.up"`` not ``layers.0.mlp.up``.
     """
     # Segment by segment, so that a * never reaches over a dot.
     segments, parts = fqn.split("."), pattern.split(".")
@@ -303,24 +303,35 @@ def idle_patterns(
             continue
         idle = [f"{pattern!r} {_why_idle(pattern, choices, layers, others)}" for pattern in patterns]
         found += idle
+        in_order = any(EARLIER in why for why in idle)
         warnings.warn(
-            f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; the first that matches a "
-            "layer's name decides, so put the finer ones first",
+            f"patterns of {choices.option} that decide for no layer: {', '.join(idle)}; "
+            + (
+                "the first that matches a layer's name decides, so put the finer ones first"
+                if in_order
+                else "leave them out, or correct what they name"
+            ),
             Float8Warning,
             stacklevel=4,
         )
     return tuple(found)
 
 
+EARLIER = "matches only layers that an earlier pattern matches too"
+"""Why a pattern is idle that another order would help."""
+
+
 def _why_idle(
     pattern: str, choices: LayerChoices[Any], converted: Sequence[str], others: Mapping[str, str]
 ) -> str:
-    if taken := next((fqn for fqn in converted if matches(pattern, fqn)), None):
-        return (
-            f"matches only layers that an earlier pattern matches too ({choices.pattern_of(taken)!r} {taken})"
-        )
-    if left := next((fqn for fqn in others if matches(pattern, fqn)), None):
-        return f"matches no layer that is converted ({left}: {others[left]})"
+    # Those that it would decide for come first: no order of the patterns gives it others.
+    left = next((fqn for fqn in others if choices.pattern_of(fqn) == pattern), None)
+    taken = next((fqn for fqn in converted if matches(pattern, fqn)), None)
+    if left is not None:
+        apart = f" and that {choices.pattern_of(taken)!r} does not take" if taken is not None else ""
+        return f"matches no layer that is converted{apart} ({left}: {others[left]})"
+    if taken is not None:
+        return f"{EARLIER} ({choices.pattern_of(taken)!r} {taken})"
     return _with_nearest("matches no linear layer", pattern, [*converted, *others])
 
 

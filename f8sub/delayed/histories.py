@@ -366,6 +366,9 @@ class DelayedHistories(Guest):
 
     def _report(self) -> None:
         operands, self._non_finite = self._non_finite, []
+        if any(operand.startswith(OPERANDS[W]) for operand in operands):
+            # It looks at no weight that a roll covered, and its error comes again while one is not finite.
+            self._conversion.guest(HeldWeights).look_again()
         for message in self.errors_of(operands):
             raise Float8NumericsError(message)
 

@@ -190,22 +190,22 @@ class AmaxTable:
 
 
 class Findings:
-    """Reports what a reduction met: NaN and infinity, weights that changed on some ranks, and what regions ``read``."""
+    """Holds what a reduction met: NaN and infinity, weights that changed on some ranks, and what regions ``read``."""
 
     def __init__(self, table: AmaxTable, told: "Sequence[tuple[Region, torch.Tensor]]") -> None:
         amax = table.amax
         # One float32 tensor [is not finite | lane | regions], copied without waiting;
-        # ``tell`` reads it a reduction later.
+        # ``error`` reads it a reduction later.
         self._copy = host_copy(torch.cat([amax[:-1].isinf(), amax[-1:], *(found for _, found in told)]))
         self._sizes = [len(amax) - 1, 1, *(len(found) for _, found in told)]
         self._shards, self._regions = table.shards, [region for region, _ in told]
 
-    def report(self) -> None:
-        """Warn, or raise Float8NumericsError with the names of the layers, on every rank alike."""
+    def error(self) -> Float8NumericsError | None:
+        """Warn of what is no error; return the error that names the layers, the same on every rank, or None."""
         found = self._copy.read()
         # The usual case: one look at host memory, and no text is made.
         if not found.any():
-            return
+            return None
         weights, lane, *of_regions = found.split(self._sizes)
         if (alone := int(lane)) > 0:
             warnings.warn(
@@ -221,8 +221,7 @@ class Findings:
         messages = [bad_weights(bad, "on this or another rank")] if bad else []
         for region, of_region in zip(self._regions, of_regions, strict=True):
             messages += region.report(of_region) if of_region.any() else []
-        if messages:
-            raise Float8NumericsError(". ".join(messages))
+        return Float8NumericsError(". ".join(messages)) if messages else None
 
 
 def bad_weights(fqns: Sequence[str], where: str) -> str:

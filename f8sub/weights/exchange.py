@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.capture import current_capture, is_capturing
-from f8sub.errors import Float8ConfigError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.torch_compat import after_reductions, graph_task
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
@@ -103,6 +103,8 @@ class Exchange:
         # The event after the last scales, and whether a capture recorded it: streams wait for those of their own kind.
         self._written: tuple[torch.cuda.Event, bool] | None = None
         self._findings: list[Findings] = []
+        # The last reduction met NaN or infinity, and an error said so: the next one is read at once.
+        self._raised = False
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
         """Lay out the table for these weights: shards of one rule side by side, in the same order on every rank."""
@@ -269,12 +271,25 @@ class Exchange:
     def reduce(self, *, report: bool = True, with_regions: bool = False) -> None:
         """Take every shard's amaxes now and start the all-reduce; ``settle`` computes the scales from it.
 
-        Raises Float8NumericsError if the reduction before found NaN or infinity; ``report=False`` leaves that for
-        later. Regions that are due ride along, or all of them.
+        Raises Float8NumericsError if the reduction before found NaN or infinity, and from then on at once, as long as
+        they are there; ``report=False`` leaves that for later. Regions that are due ride along, or all of them.
         """
         self.settle()
         if report:
-            self._report(None)
+            error = self._error(None)
+            if error is not None or self._raised:
+                # A caller that caught the error may have repaired the weights since, which these amaxes show.
+                self._reduce(with_regions)
+                self.settle()
+                now = self._error(None)
+                self._raised = now is not None
+                if (error := error or now) is not None:
+                    raise error
+                return
+        self._reduce(with_regions)
+
+    def _reduce(self, with_regions: bool) -> None:
+        """Take the amaxes and start the all-reduce."""
         table, layout = self.table, self.layout
         regions = [
             pair
@@ -323,11 +338,16 @@ class Exchange:
         self.generation += 1
         self._requests = 0
 
-    def _report(self, end: int | None) -> None:
-        """Report what reductions found, those before ``end``: a later one may still be on its way to the host."""
+    def _error(self, end: int | None) -> Float8NumericsError | None:
+        """Return the first error of reductions before ``end``: a later one may still be on its way to the host."""
         findings, self._findings = self._findings[:end], self._findings[len(self._findings[:end]) :]
-        for found in findings:
-            found.report()
+        errors = [found.error() for found in findings]
+        return next((error for error in errors if error is not None), None)
+
+    def _report(self, end: int | None) -> None:
+        """Raise the error of reductions before ``end``, if there is one."""
+        if (error := self._error(end)) is not None:
+            raise error
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:
         """Return one rank's uint8 data for the all-gather of one weight, and a ticket for ``resolve`` or None.

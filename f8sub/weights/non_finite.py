@@ -38,14 +38,16 @@ class HeldWeights(Guest):
     """Finds NaN and infinity in the weights that a rank holds whole, and in its part of those not gathered as float8.
 
     Each call of ``precompute_scales`` looks at the weights that changed since the call before, and starts to copy what
-    it found to the host. The call after that reports it, so that nothing waits for the device. DDP's replicas are
-    equal, so they all report; NaN in a part that one rank alone holds is reported by that rank.
+    it found to the host. The call after that reports it, so that nothing waits for the device. After an error each call
+    waits for what it finds, and reports it at once, until all weights are finite. DDP's replicas are equal, so they all
+    report; NaN in a part that one rank alone holds is reported by that rank.
     """
 
     def __init__(self, conversion: Conversion) -> None:
         self._conversion = weakref.ref(conversion)
         self._finite: weakref.WeakKeyDictionary[WeightRecord, State] = weakref.WeakKeyDictionary()
         self._looks: list[tuple[list[tuple[weakref.ref[WeightRecord], State]], HostCopy]] = []
+        self._raised = False
 
     def requested(self) -> None:
         """Report what the call before found, and look at the weights that changed since.
@@ -62,9 +64,12 @@ class HeldWeights(Guest):
         capturing = any(weight is not None and is_capturing(weight) for weight in weights)
         if not records or (capturing and current_capture() is None):
             return
-        if not capturing:
-            self._report()
+        bad = set() if capturing else self._bad()
         self._look(records)
+        if bad or (self._raised and not capturing):
+            now = self._bad()
+            self._raised = bool(now)
+            _raise(bad | now)
         if (capture := current_capture()) is not None:
             # A replay writes to the same host memory, so the same looks are due again after each.
             looks = list(self._looks)
@@ -76,8 +81,17 @@ class HeldWeights(Guest):
         """Report now, because a graph cannot."""
         self._report()
 
+    def look_again(self) -> None:
+        """Have the next call look at all weights and report at once: another guest reported some of them."""
+        self._finite.clear()
+        self._raised = True
+
     def _report(self) -> None:
-        bad = []
+        _raise(self._bad())
+
+    def _bad(self) -> set[str]:
+        """Return the names of the weights that the looks so far found not to be finite."""
+        bad = set()
         for weights, copy in self._looks:
             for (reference, state), is_finite in zip(weights, copy.read().tolist(), strict=True):
                 if (record := reference()) is None:
@@ -85,10 +99,9 @@ class HeldWeights(Guest):
                 if is_finite:
                     self._finite[record] = state
                 else:
-                    bad.append(record.fqn)
+                    bad.add(record.fqn)
         self._looks = []
-        if bad:
-            raise Float8NumericsError(bad_weights(sorted(bad), "on this rank"))
+        return bad
 
     def _look(self, records: Iterable[WeightRecord]) -> None:
         """Look at the weights that may have changed since they were found to be finite."""
@@ -117,6 +130,11 @@ class HeldWeights(Guest):
         # Writes that bypass dispatch, by a graph's replay or through a state dict's view, leave ``state`` as it is.
         seen = master.owns_storage and not master.cell.replayed
         return None if seen and self._finite.get(record) == master.state else master
+
+
+def _raise(bad: set[str]) -> None:
+    if bad:
+        raise Float8NumericsError(bad_weights(sorted(bad), "on this rank"))
 
 
 def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:

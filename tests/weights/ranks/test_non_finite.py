@@ -6,6 +6,7 @@ import torch
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, refusal, seed_weights, shard, silenced
+from tests.weights.test_held_weights import error_of
 from tests.wire import ONE_RECIPE_A_WIRE, Wire, on_each
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}
@@ -33,6 +34,27 @@ def test_one_rank_s_bad_element_is_everyone_s(rank, world, recipe, value):
     assert model(x).isnan().any()
     error = refusal(f8sub.Float8NumericsError, f8sub.precompute_scales, model)
     assert [f"layers.{number}" in error for number in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("repaired_on", ["all", "one"])
+def test_the_error_is_raised_by_each_call_until_the_weight_is_repaired(rank, world, repaired_on):
+    """Of the rank that caught it, too; and the first call after a repair raises nothing, whoever wrote to its shard."""
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 48, 64, 32))))
+    holder = world - 1
+    local = model.layers[1].weight.to_local()
+    before = local.clone()
+    assert error_of(model) == ""
+    if rank == holder:
+        with torch.no_grad():
+            local[3, 5] = torch.nan
+    messages = [error_of(model) for _ in range(4)]
+    assert messages[0] == ""
+    assert all("master weight of layers.1 (" in message for message in messages[1:])
+    if rank == holder or repaired_on == "all":
+        with torch.no_grad():
+            local.copy_(before)
+    assert [error_of(model) for _ in range(3)] == ["", "", ""]
 
 
 @on_each_recipe

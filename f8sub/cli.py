@@ -23,6 +23,7 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
     nearest,
+    plural,
     unknown,
 )
 from f8sub.estimator.cluster import FLOAT32, REDUCTIONS
@@ -187,7 +188,7 @@ def add_estimate(commands: Any) -> None:
     made.add_argument("model", metavar="MODEL", help=FORMS)
     made.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 128, 1024], help="(8 64 128 1024)")
     of_gpu = {"default": "H100", "find": lambda text: gpu_of(text, KINDS).name}
-    add_choice(made, "--gpu", KINDS, "(H100); published runs had H100-500W", **of_gpu)
+    add_choice(made, "--gpu", KINDS, "(H100); the published 8B runs had H100-500W", **of_gpu)
     made.add_argument("--gpus-per-host", type=int, default=8, help="that NVLink joins (8)")
     made.add_argument("--network", type=float, default=400, help="Gbit/s of a GPU's NIC (400)")
     made.add_argument("--tokens", type=int, default=8192, help="of a data-parallel rank in a step (8192)")
@@ -229,7 +230,7 @@ def add_export(commands: Any) -> None:
         "--model", help=f"what the checkpoint is of, where it has no config.json of transformers: {FORMS}"
     )
     add_choice(made, "--layout", ("auto", *LAYOUTS), "(auto)", default="auto")
-    add_choice(made, "--dtype", DTYPES, f"what the forward computes in ({DTYPES[0]})", default=DTYPES[0])
+    add_choice(made, "--dtype", DTYPES, f"dtype of the forward ({DTYPES[0]})", default=DTYPES[0])
     made.add_argument(
         "--prefix", help="before the model's names in the checkpoint, such as model. (found by itself)"
     )
@@ -283,9 +284,9 @@ def run_export(arguments: argparse.Namespace) -> tuple[str, int]:
         chosen = {"recipe": arguments.recipe, "layout": exported.layout, "dtype": arguments.dtype}
         return json.dumps({**written, **chosen, **names}, indent=1), 0
     return (
-        f"{arguments.out}: {len(exported.formats)} layers in float8 ({arguments.recipe}, layout "
+        f"{arguments.out}: {plural(len(exported.formats), 'layer')} in float8 ({arguments.recipe}, layout "
         f"{exported.layout}), {len(exported.in_high_precision)} in {arguments.dtype}, {size / 1e6:,.1f} MB in "
-        f"{len(files)} file{'s' * (len(files) > 1)}"
+        f"{plural(len(files), 'file')}"
     ), 0
 
 

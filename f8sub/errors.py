@@ -1,9 +1,16 @@
 """The errors of f8sub, by kind, and its warning. Each message says what was asked, what was found, and what to do."""
 
 import difflib
-from collections.abc import Iterable
+import dis
+import sys
+from collections.abc import Iterable, Sequence
+from types import FrameType, FunctionType
+from typing import Any
 
 import torch
+
+MOST_SHOWN = 4
+"""Elements of a container that an error shows."""
 
 MOST_NEAREST = 3
 """Names like an unknown one that an error tells."""
@@ -55,8 +62,12 @@ def unknown(what: str, name: object, known: Iterable[str], also: str = "") -> Fl
     return Float8ConfigError(f"unknown {what} {name!r}{told}; choose one of {', '.join(names)}{also}")
 
 
-def no_attribute(module: str, name: str, known: Iterable[str], meant: str | None = None) -> AttributeError:
-    """Return the error for an attribute that a module lacks.
+def no_attribute(
+    module: str, name: str, known: Iterable[str], meant: str | None = None
+) -> AttributeError | ImportError:
+    """Return the error for an attribute that a module lacks; for ``from module import name`` an ImportError.
+
+    Python turns an AttributeError of the latter into an ImportError without its text.
 
     Args:
         module: its name.
@@ -66,19 +77,50 @@ def no_attribute(module: str, name: str, known: Iterable[str], meant: str | None
     """
     near = ", ".join(nearest(name, known))
     told = f"; there is {meant}" if meant else f" (nearest: {near})" if near else ""
+    if _is_import():
+        return ImportError(f"cannot import name {name!r} from {module!r}{told}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}{told}", name=name)
 
 
+def _is_import() -> bool:
+    """Return whether the code that asks f8sub for a name is at the ``import name`` of a ``from f8sub import name``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "f8sub":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+
+
 def shown(value: object) -> str:
-    """A plain value itself; of any other its class, and the package that this is of."""
-    if isinstance(value, str | int | float | bool | type(None)):
+    """A plain value itself, the first elements of a plain container; of any other its class and package."""
+    if isinstance(value, str | int | float | bool | type(None) | torch.dtype):
+        return repr(value)
+    if type(value) in (list, tuple, set, dict) and value:  # type: ignore[redundant-expr]
+        items: Any = value
+        of_dict = items.items() if isinstance(value, dict) else ()
+        each = [f"{shown(key)}: {shown(item)}" for key, item in of_dict] or [shown(item) for item in items]
+        first = ", ".join(each[:MOST_SHOWN]) + (", ..." if len(each) > MOST_SHOWN else "")
+        left, right = {list: "[]", tuple: "()"}.get(type(value), "{}")
+        return f"{left}{first}{right}"
+    if type(value) in (list, tuple, set, dict):
         return repr(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    name = type(value).__name__
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    name, package = type(value).__name__, type(value).__module__.partition(".")[0]
     # Letters of an abbreviation are spoken by their names: an SGD.
     vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
-    return f"{'an' if name[0] in vowels else 'a'} {name} of {type(value).__module__.partition('.')[0]}"
+    return f"{'an' if name[0] in vowels else 'a'} {name}{'' if package == 'builtins' else f' of {package}'}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 layer", "2 layers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def first_and_more(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are: "a", "a and 2 more"."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def refuse_other_than_a_module(call: str, model: object) -> None:

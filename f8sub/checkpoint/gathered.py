@@ -161,7 +161,7 @@ def _dtype_of(part: NamedTensor, local: torch.Tensor, dtype: torch.dtype | None)
     """Return the dtype that fprop computes in; Float8ConfigError where ``dtype`` is None and nothing tells it."""
     if dtype is None and local.dtype == torch.float32 and not isinstance(local, Float8Tensor):
         raise Float8ConfigError(
-            f"{part.fqn}: its weight is float32, and its codes depend on what the forward computes in; give "
+            f"{part.fqn}: its weight is float32, and its codes depend on the dtype of the forward; give "
             "dtype=torch.bfloat16 for a forward under torch.autocast, or dtype=torch.float32"
         )
     return dtype or local.dtype

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.convert.filters import kinds
-from f8sub.errors import Float8ConfigError, Float8Warning, unknown
+from f8sub.errors import Float8ConfigError, Float8Warning, first_and_more, unknown
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 
 FP8, COMPRESSED = LAYOUTS = ("fp8", "compressed-tensors")
@@ -124,8 +124,8 @@ def check(layout: str, weights: Mapping[str, tuple[Float8Format, tuple[int, int]
     unaligned = [fqn for fqn, (_, shape) in weights.items() if layout == FP8 and not _is_aligned(shape)]
     if unaligned:
         warnings.warn(
-            f"{unaligned[0]} and {len(unaligned) - 1} more layers have dimensions that {BLOCK} does not divide, as "
-            "DeepSeek-V3's own checkpoint has; vLLM and SGLang read them, and transformers refuses the checkpoint",
+            f"{first_and_more(unaligned)}: dimensions that {BLOCK} does not divide, as DeepSeek-V3's own checkpoint "
+            "has; vLLM and SGLang read them, and transformers refuses the checkpoint",
             Float8Warning,
             stacklevel=5,
         )
@@ -267,9 +267,9 @@ def unread_by_transformers(
         )
     if layers := [fqn for fqn in of_experts if scheme_of(formats[fqn]) is not CHANNEL]:
         return (
-            f"{layers[0]} and {len(layers) - 1} more experts have scales of blocks or groups: compressed-tensors holds "
-            "them, and transformers 5.23 fails to read them. It reads experts with scales of rows, and those of blocks "
-            "where layout='fp8' can be had"
+            f"{first_and_more(layers)}: experts with scales of blocks or groups. compressed-tensors holds them, and "
+            "transformers 5.23 fails to read them. It reads experts with scales of rows, and those of blocks where "
+            "layout='fp8' can be had"
         )
     schemes = {scheme.format + str(scheme.weights) for scheme in map(scheme_of, formats.values()) if scheme}
     if len(schemes) > 1:
@@ -297,17 +297,17 @@ def warn_of_engines(
     ]
     if floats:
         warnings.warn(
-            f"{floats[0]} and {len(floats) - 1} more layers have scales of blocks that are no powers of two. vLLM "
-            "(with DeepGEMM) and SGLang (on Blackwell) cast such weights again, which doubles float8's error; train "
-            "with a recipe whose scales of blocks are powers of two, which stay as they are",
+            f"{first_and_more(floats)}: scales of blocks that are no powers of two. vLLM (with DeepGEMM) and SGLang "
+            "(on Blackwell) cast such weights again, which doubles float8's error; train with a recipe whose scales of "
+            "blocks are powers of two, which stay as they are",
             Float8Warning,
             stacklevel=4,
         )
     if adapters := [name for name in parameters if ".lora_" in name]:
         warnings.warn(
-            f"{adapters[0]} and {len(adapters) - 1} more adapters are not merged, and engines read neither them nor "
-            "the names that PEFT gives the base: call f8sub.restore_high_precision(model), where its values were "
-            "dropped, and model.merge_and_unload()",
+            f"{first_and_more(adapters)}: adapters that are not merged. Engines read neither them nor the "
+            "names that PEFT gives the base: call f8sub.restore_high_precision(model), where its values were dropped, "
+            "and model.merge_and_unload()",
             Float8Warning,
             stacklevel=4,
         )

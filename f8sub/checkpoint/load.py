@@ -36,6 +36,7 @@ from f8sub.errors import (
     Float8NumericsError,
     Float8ShapeError,
     Float8Warning,
+    first_and_more,
     refuse_other_than_a_module,
 )
 from f8sub.formats import ALL, Operand, Tile
@@ -146,7 +147,7 @@ def _reshard(model: torch.nn.Module) -> None:
 
 def _warn_of_second_cast(again: list[str]) -> None:
     warnings.warn(
-        f"{again[0]} and {len(again) - 1} more layers: the checkpoint's scales are of other blocks, or of another "
+        f"{first_and_more(again)}: the checkpoint's scales are of other blocks, or of another "
         f"rule, than the recipe's, so the weights are cast to float8 a second time, {_SECOND_CAST} off (relative). "
         "Convert with a recipe whose weights have the checkpoint's blocks and its kind of scales",
         Float8Warning,

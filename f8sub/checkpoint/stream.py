@@ -70,7 +70,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
     refuse_other_than_a_module("an export", model)
     if dtype is not None and dtype not in _COMPUTED:
         raise Float8ConfigError(
-            f"dtype is what the forward computes in, one of {', '.join(map(str, _COMPUTED))}; got {dtype!r}"
+            f"dtype is the dtype of the forward, one of {', '.join(map(str, _COMPUTED))}; got {dtype!r}"
         )
     float8: dict[str, tuple[Float8Format, tuple[int, int]]] = {}
     others: dict[str, None] = {}

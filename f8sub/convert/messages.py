@@ -12,7 +12,7 @@ from f8sub import errors
 from f8sub.convert.checks import Chosen
 from f8sub.convert.filters import kind_of, name_of
 from f8sub.convert.products import SKIP_REASON, other_weights
-from f8sub.errors import Float8ConfigError, Float8Warning, nearest, shown
+from f8sub.errors import Float8ConfigError, Float8Warning, first_and_more, nearest, plural, shown
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.linear.saved_input import RECOMPUTE
 from f8sub.recipe import Recipe, get_recipe, recipe_names
@@ -27,11 +27,44 @@ MEANT = {
     "fp8_format": 'recipe=f8sub.get_recipe("delayed", fp8_format=...)',
     "emulate": 'backend="reference"',
     "precompute_float8_dynamic_scale_for_fsdp": "f8sub.precompute_scales(model) after every optimizer.step()",
-    "modules_to_ignore": "skip",
     "module_filter_func": "filter_fn",
-    "ignored_layers": "skip",
+    **dict.fromkeys(
+        (
+            *(
+                "exclude",
+                "exclude_layers",
+                "exclude_modules",
+                "ignore",
+                "ignored_layers",
+                "modules_to_ignore",
+            ),
+            *("modules_to_not_convert", "skip_layers", "skip_modules"),
+        ),
+        "skip",
+    ),
+    "round_scales_to_power_of_2": 'recipe="rowwise" or "blockwise", or a recipe with f8sub.ScaleRule.POWER_OF_2',
+    **dict.fromkeys(
+        ("cast_config_input", "cast_config_weight", "cast_config_grad_output"),
+        "recipe=f8sub.Recipe(...), with a format for each operand",
+    ),
+    **dict.fromkeys(
+        ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight", "use_fast_accum"),
+        "recipe=f8sub.Recipe(...) of three f8sub.GemmSpec(fast_accum=...)",
+    ),
+    **dict.fromkeys(
+        ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax", "interval"),
+        'recipe=f8sub.get_recipe("delayed", ...), which has it',
+    ),
+    "power_of_2_scales": 'recipe=f8sub.get_recipe("blockwise", power_of_2_scales=...)',
+    "save_original_input": 'keep_x="high_precision"',
 }
 """Options of other libraries' calls, and what stands for each in f8sub's."""
+
+NOT_NEEDED = {
+    "pad_inner_dim": "f8sub fills up rows of x, and leaves a layer whose K or N it cannot take in high precision",
+    "force_recompute_fp8_weight_in_bwd": "f8sub never saves an unsharded float8 weight for backward",
+}
+"""Options that f8sub does without, and why."""
 
 
 NAMES = {
@@ -64,7 +97,7 @@ NAMES = {
 """Names of other libraries' modules, as docs/migration.md has them, and what stands for each in f8sub."""
 
 
-def no_attribute(name: str, known: Iterable[str]) -> AttributeError:
+def no_attribute(name: str, known: Iterable[str]) -> AttributeError | ImportError:
     """Return the error for an attribute that f8sub lacks, with what stands for a foreign name, or the nearest names.
 
     Args:
@@ -88,6 +121,8 @@ def refuse_foreign(model: Any, recipe: Any, unknown: Mapping[str, Any], options:
     for name, value in unknown.items():
         meant = MEANT.get(name) or next(iter(nearest(name, options)), None)
         advice = f"use {meant}; " if meant else ""
+        if name in NOT_NEEDED:
+            advice = f"leave it out: {NOT_NEEDED[name]}; "
         raise Float8ConfigError(
             f"convert_to_float8 has no option {name!r}, got {name}={shown(value)}: {advice}f8sub's call is {CALL}"
         )
@@ -142,7 +177,7 @@ def why_nothing(model: torch.nn.Module, strict: bool) -> str:
         what for what, words in ADVICE.items() if any(word in reason for reason in reasons for word in words)
     ]
     do = ", ".join([*advice, *["or pass strict=False"] * strict]).removeprefix("or ")
-    found = f"0 of {count} linear layers ({listed}){others}"
+    found = f"0 of {plural(count, 'linear layer')} ({listed}){others}"
     return f"{found}. {do[0].upper()}{do[1:]}" if do else found
 
 
@@ -150,7 +185,8 @@ def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
     """Raise a ``Float8ConfigError`` that says why; warn where not ``strict``, or where all was converted before."""
     if count := sum(map(is_converted, model.modules())):
         warnings.warn(
-            f"convert_to_float8 was called again and found nothing more to convert: {count} layers are float8",
+            "convert_to_float8 was called again and found nothing more to convert; the model has "
+            f"{plural(count, 'module')} in float8",
             Float8Warning,
             stacklevel=4,
         )
@@ -178,7 +214,7 @@ def warn_of_reencoding(chosen: Sequence[Chosen]) -> None:
     ]
     if rounded:
         warnings.warn(
-            f"keep_x='recompute' re-scales the codes of x by columns in {len(rounded)} layers, {rounded[0]} first: "
+            f"keep_x='recompute' re-scales the codes of x by columns in {first_and_more(rounded)}: "
             "what falls below a column's smallest code is rounded again or lost; keep_x='high_precision' or 'auto' "
             "keeps the numbers",
             Float8Warning,

@@ -206,7 +206,7 @@ def _described(
             reason = getattr(module, SKIP_REASON, "")
             if seam_of(module) is None:
                 reason = NOT_REGISTERED
-            stay = f"{name}: weights of 3 dimensions stay in high precision, gathered in it too"
+            stay = f"{name}: weights of 3 dimensions stay in high precision, and are all-gathered in high precision"
             detail = "; ".join(filter(None, (stay, used, reason)))
     if counted is not None:
         own, elsewhere = counted.of_module(fqn)

@@ -34,7 +34,9 @@ FORMAT = Float8Format(torch.float8_e4m3fn, Tile(1, ALL), ScaleRule.POWER_OF_2)
 """Of the blocks, as rows of a matrix. A power of two is stored in a byte, and loses no bit of a code."""
 
 
-def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | None = None) -> list[str]:
+def keep_swiglu_input_in_float8(
+    model: torch.nn.Module, layers: str | Sequence[str] | None = None
+) -> list[str]:
     """Round the results of SwiGLU's gate and up layers to float8 from now on, so that compiled code saves a byte each.
 
     Call it after ``convert_to_float8``, and before ``torch.compile``. It changes numbers: each block of 128 elements of
@@ -59,6 +61,7 @@ def keep_swiglu_input_in_float8(model: torch.nn.Module, layers: Sequence[str] | 
         Float8ConfigError: no linear layer is called so.
     """
     refuse_other_than_a_module("keep_swiglu_input_in_float8", model)
+    layers = [layers] if isinstance(layers, str) else layers
     linears = {fqn: each for fqn, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     found = _by_names(model) if layers is None else [f for f in linears if any(matches(p, f) for p in layers)]
     if not found:

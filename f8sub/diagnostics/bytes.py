@@ -99,7 +99,7 @@ class ByteAccount:
         dtype = str(self.dtype).removeprefix("torch.")
         header = [
             "MB here / in " + dtype,
-            "",
+            "layers",
             "N x K",
             "kind",
             "master",
@@ -116,8 +116,8 @@ class ByteAccount:
             alike[kind] = alike.get(kind, 0) + 1
         for layer, count in alike.items():
             cells = _cells(sum([layer.here] * count, Bytes()), sum([layer.high_precision] * count, Bytes()))
-            rows.append([layer.fqn, f"{count} x", " x ".join(map(str, layer.shape)), layer.kind, *cells])
-        rows.append(["all", f"{len(self.layers)} x", "", "", *_cells(self.here, self.high_precision)])
+            rows.append([layer.fqn, count, " x ".join(map(str, layer.shape)), layer.kind, *cells])
+        rows.append(["all", len(self.layers), "", "", *_cells(self.here, self.high_precision)])
         lines = text_table(header, rows, "lrrl" + "r" * 5)
         return "\n".join([f"{self.tokens} tokens", *lines])
 

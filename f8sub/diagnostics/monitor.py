@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture
 from f8sub.convert.attention import attention_modules
+from f8sub.convert.filters import matches
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import ATTENTION, GRADIENT, Statistics, advice_for, decibels
@@ -117,7 +118,8 @@ class Monitor:
         to: where rows go, on the first rank of the group: the path of a JSON lines file, a function of (step, rows), or
             a list of these; see ``f8sub.diagnostics.writers`` for TensorBoard and Weights & Biases. Where one
             fails, a ``Float8Warning`` says so, and the run goes on.
-        layers: glob patterns of the layers to measure, over whole names.
+        layers: glob patterns of the layers to measure, as ``skip`` of ``convert_to_float8``. A pattern may also match
+            a whole name, with a ``*`` that reaches over dots: "layers*proj".
         roles: of "x", "w" and "dy", those to measure; and of "y", "dx" and "dw", see ``RESULTS``.
         group: the ranks whose statistics are put together; None for all. Of a pipeline give those of one stage.
 
@@ -323,7 +325,9 @@ def _named(there: Sequence[str], patterns: Sequence[str]) -> list[str]:
         raise Float8ConfigError(
             "Monitor found no float8 layer: the model is not converted; call f8sub.convert_to_float8(model) first"
         )
-    names = [name for name in there if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    names = [
+        name for name in there if any(matches(p, name) or fnmatch.fnmatchcase(name, p) for p in patterns)
+    ]
     if not names:
         near = ", ".join(nearest(patterns[0], there)) if patterns else ""
         raise Float8ConfigError(

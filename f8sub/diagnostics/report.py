@@ -35,7 +35,7 @@ from f8sub.convert.products import (
     unknown_weights,
 )
 from f8sub.diagnostics.bytes import byte_account
-from f8sub.errors import refuse_other_than_a_module
+from f8sub.errors import plural, refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import Gains
 from f8sub.experts.seams import seam_of
@@ -106,6 +106,9 @@ NOT_SEEN = "convert_to_float8 has not seen it"
 
 WIDTH, NAME_WIDTH, SHAPE_WIDTH = 100, 46, 22
 """Columns of a report, and of the names and shapes in it; what is longer is wrapped or shortened."""
+
+HEADER = ("", "layers", "(experts x) N x K", "FLOPs", "params")
+"""Weights of experts have three dimensions."""
 
 ASSUMED_ONCE = "assumed: every layer once per token"
 """Of FLOPs that were not counted."""
@@ -218,11 +221,11 @@ class ConversionReport:
         """One line for a log."""
         converted = [layer for layer in self.layers if layer.converted]
         others = [other for other in self.others if other.converted]
-        and_others = f" and {len(others)} modules of experts" if others else ""
+        and_others = f" and {plural(len(others), 'module')} of experts" if others else ""
         line = (
-            f"{len(converted)} of {len(self.layers)} linear layers{and_others} in float8, {self.flops_share:.1%} of "
-            f"FLOPs ({f'counted in {self.counted}' if self.counted else ASSUMED_ONCE}), {self.parameters_share:.1%} of "
-            "parameters"
+            f"{len(converted)} of {plural(len(self.layers), 'linear layer')}{and_others} in float8, "
+            f"{self.flops_share:.1%} of FLOPs ({f'counted in {self.counted}' if self.counted else ASSUMED_ONCE}), "
+            f"{self.parameters_share:.1%} of parameters"
         )
         if details := {layer.detail for layer in converted} | {other.detail for other in others}:
             line += f" ({'; '.join(sorted(details))})"
@@ -239,9 +242,10 @@ class ConversionReport:
     def _of_experts(self) -> Iterator[str]:
         """Yield what stays in high precision of modules with weights of three dimensions, by the reason."""
         for reason, modules in Counter(other.reason for other in self.others if other.reason).items():
-            what = "modules with weights of 3 dimensions" if reason == NOT_REGISTERED else "modules"
+            what = " with weights of 3 dimensions" if reason == NOT_REGISTERED else ""
             of_experts = "" if reason == NOT_REGISTERED else "experts: "
-            yield f"{of_experts}{modules} {what} stay in high precision: {reason}"
+            stay = "stays" if modules == 1 else "stay"
+            yield f"{of_experts}{plural(modules, 'module')}{what} {stay} in high precision: {reason}"
 
     @staticmethod
     def _of_read(converted: list[LayerReport]) -> str:
@@ -249,14 +253,14 @@ class ConversionReport:
         if not read:
             return ""
         return (
-            f"other code multiplies by the weights of {len(read)} converted layers, in high precision: "
+            f"other code multiplies by the weights of {plural(len(read), 'converted layer')}, in high precision: "
             f"skip={kinds(read)} leaves them as they are"
         )
 
     @staticmethod
     def _of_idle(converted: list[LayerReport]) -> str:
         idle = [layer.fqn for layer in converted if layer.runs == 0 and not layer.read_by]
-        return f"{len(idle)} converted layers did not run ({_some(kinds(idle))})" if idle else ""
+        return f"{plural(len(idle), 'converted layer')} did not run ({_some(kinds(idle))})" if idle else ""
 
     def _of_attention(self) -> str:
         if all(each.state is None for each in self.attention):
@@ -276,7 +280,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         sections = self._sections()
-        lines = [self.summary, *(_table([("", "", "shape", "FLOPs", "params")]) if sections else [])]
+        lines = [self.summary, *(_table([HEADER]) if sections else [])]
         for title, rows in sections.items():
             lines += [*_wrapped(title), *rows]
         return "\n".join([*lines, *(line for note in self._notes() for line in _wrapped(note))])
@@ -312,9 +316,9 @@ class ConversionReport:
             if len(name) > NAME_WIDTH:
                 # The end of a name tells layers apart.
                 name = f"...{name[3 - NAME_WIDTH :]}"
-            shown.append((name, f"{len(alike)} x", alike[0].shape, flops, elements))
+            shown.append((name, str(len(alike)), alike[0].shape, flops, elements))
         lines, more = _table(shown), len(rows) - len(largest)
-        return [*lines, f"  and {more} kinds of smaller layers"] if more else lines
+        return [*lines, f"  and {plural(more, 'kind')} of smaller layers"] if more else lines
 
     def _notes(self) -> list[str]:
         notes = [*self.experts, *self._of_each_attention(), *self._of_flops(), *self.read_in_code]

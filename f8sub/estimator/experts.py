@@ -59,7 +59,7 @@ class ExpertGain:
     def needs(self) -> str:
         """How many tokens per expert are enough, in words."""
         if self.enough is None:
-            enough = "no number of tokens per expert is enough"
+            enough = f"float8 would not gain {LEAST} times at any number of tokens"
         else:
             enough = f"{self.enough:,} tokens per expert are enough"
         if self.enough_gathered is None:
@@ -68,7 +68,7 @@ class ExpertGain:
 
     def __str__(self) -> str:
         tokens = USUAL if self.tokens is None else self.tokens
-        unknown = "; how many an expert gets is not known" if self.tokens is None else ""
+        unknown = "; pass tokens= for this job's" if self.tokens is None else ""
         return (
             f"{self.recipe} is predicted {self.speedup:.2f} times as fast as bf16 with {tokens:,.0f} tokens per expert "
             f"({self.gpu}); {self.needs}{unknown}"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
+from f8sub.errors import plural
 from f8sub.estimator.advice import host_measured
 from f8sub.estimator.gpus import BY_REFERENCE
 from f8sub.text_table import text_table
@@ -53,19 +54,20 @@ def _head(estimate: Estimate) -> list[str]:
     converted = [product for product in shapes.products if product.reason is None]
     share = sum(group.flops_share for group in estimate.groups if group.reason is None)
     experts = len({product.module for product in converted if product.experts})
-    and_experts = f" and {experts} modules of experts" if experts else ""
+    and_experts = f" and {plural(experts, 'module')} of experts" if experts else ""
     has_experts = any(product.experts for product in shapes.products)
     option = "" if shapes.experts is None or not has_experts else f" (experts={shapes.experts!r})"
-    mesh = f"{run.shards} GPUs share the weights (fully_shard)"
+    mesh = f"{plural(run.shards, 'GPU')} share the weights (fully_shard)" if run.shards > 1 else "one GPU"
     if run.replicas > 1:
-        mesh = f"{run.replicas} copies of the weights on {run.shards} GPUs each (HSDP)"
+        mesh = f"{run.replicas} copies of the weights on {plural(run.shards, 'GPU')} each (HSDP)"
     learn = "" if shapes.learning == shapes.parameters else f", of which {_count(shapes.learning)} learn"
     model = (
-        f"{estimate.title}: {_count(shapes.parameters)} parameters{learn}, {len(shapes.blocks)} blocks. A step trains "
-        f"{run.tokens:,} tokens a GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: {run.checkpoint}."
+        f"{estimate.title}: {_count(shapes.parameters)} parameters{learn}, {plural(len(shapes.blocks), 'block')}. A "
+        f"step trains {run.tokens:,} tokens per GPU in sequences of {run.sequence:,}; {mesh}; checkpointing: "
+        f"{run.checkpoint}."
     )
     covered = (
-        f"{sum(not product.experts for product in converted)} linear layers{and_experts} in float8{option}: "
+        f"{plural(sum(not p.experts for p in converted), 'linear layer')}{and_experts} in float8{option}: "
         f"{share:.1%} of the FLOPs of products with weights (attention scores are none)."
     )
     return [*_wrapped(model), *_wrapped(covered)]
@@ -133,7 +135,9 @@ def _layers(estimate: Estimate, letters: dict[str, str]) -> list[str]:
     for title, rows in titles.items():
         lines += [*_wrapped(title, ""), *layout((), rows)]
     if len(ranked) < len(estimate.groups):
-        lines.append(f"  and {len(estimate.groups) - len(ranked)} kinds of smaller layers: --json has them")
+        lines.append(
+            f"  and {plural(len(estimate.groups) - len(ranked), 'kind')} of smaller layers: --json has them"
+        )
     if estimate.shapes.not_counted:
         lines += _wrapped(f"not counted: {', '.join(estimate.shapes.not_counted)}", "  ")
     return lines
@@ -210,8 +214,9 @@ docs/measurements/predictions.md, "How near estimate is"."""
 
 ERRORS = (
     f"How near it is: tokens/s of whole runs of a Llama 3 8B on one to four H200s within {WHOLE_RUNS:.0%}; published "
-    f"speed-ups on 8 to 256 H100s within {SPEED_UPS:.0%}, their tokens/s within {RATES:.0%}. Gradients in e4m3 "
-    "gained less than predicted on two and four GPUs, and no run over several hosts was measured by f8sub."
+    f"speed-ups and tokens/s on 8 to 256 H100s within {max(SPEED_UPS, RATES):.0%}, those of the 8B with --gpu "
+    "H100-500W, which they ran on. Gradients in e4m3 gained less than predicted on two and four GPUs, and f8sub measured "
+    "no run over several hosts."
 )
 
 
@@ -230,10 +235,10 @@ def _step_head(estimate: StepEstimate) -> list[str]:
     if first.parts > 1:
         mesh += f", {first.parts} share each layer (tensor parallelism)"
     text = (
-        f"{estimate.title}: {estimate.shapes.parameters / 1e9:.3g}B parameters, {len(estimate.shapes.blocks)} blocks, "
-        f"on {first.gpu.name}s, {first.per_host} a host, {first.network / 1e9:g} Gbit/s a GPU; {mesh}. "
-        f"{run.tokens:,} tokens a data-parallel rank in sequences of {run.sequence:,}; checkpointing: "
-        f"{run.checkpoint}; recipe: {estimate.recipe}; gradients: {estimate.reduction}."
+        f"{estimate.title}: {estimate.shapes.parameters / 1e9:.3g}B parameters, "
+        f"{plural(len(estimate.shapes.blocks), 'block')}, on {first.gpu.name}s, {first.per_host} per host, "
+        f"{first.network / 1e9:g} Gbit/s per GPU; {mesh}. {run.tokens:,} tokens per data-parallel rank in sequences "
+        f"of {run.sequence:,}; checkpointing: {run.checkpoint}; recipe: {estimate.recipe}; gradients: {estimate.reduction}."
     )
     return textwrap.wrap(text, STEP_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 

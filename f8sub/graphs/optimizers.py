@@ -16,7 +16,7 @@ def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:
     """
     for group in optimizer.param_groups:
         if not (group.get("fused") or group.get("capturable")):
-            return f"{type(optimizer).__name__} steps by the host; make it with fused=True or with capturable=True"
+            return f"{type(optimizer).__name__} steps by the host; create it with fused=True or with capturable=True"
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning
+from f8sub.errors import Float8ConfigError, Float8RankMismatchError, Float8Warning, first_and_more
 from f8sub.torch_compat import device_of_objects, flattened_by_fsdp1, fsdp_params, module_of, remove_hook
 from f8sub.version import __version__
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, ParamDtypes
@@ -138,7 +138,7 @@ def _refuse_resharding(records: Sequence[WeightRecord]) -> None:
     kept = {module_of(p) for g, p in fsdp_params() if g.post_forward_mesh_info not in (None, g.mesh_info)}
     if fqns := sorted({record.fqn for record in records if record.module in kept}):
         raise Float8ConfigError(
-            f"{fqns[0]} and {len(fqns) - 1} more: sharded with reshard_after_forward=<int>, which FSDP2 does not "
+            f"{first_and_more(fqns)}: sharded with reshard_after_forward=<int>, which FSDP2 does not "
             "do for weights with all-gather hooks (torch raises NotImplementedError in backward); pass True or "
             "False to fully_shard, or convert with float8_all_gather=False"
         )
@@ -176,9 +176,9 @@ def warn_of_fsdp1(conversion: Conversion, module: torch.nn.Module, args: Any) ->
     names = {record.module: record.fqn for record in conversion}
     if layers := [names[layer] for layer in flattened_by_fsdp1(module, names)]:
         warnings.warn(
-            f"{layers[0]} and {len(layers) - 1} more layers in float8 are sharded by FSDP1 (FullyShardedDataParallel), "
-            "which flattens their weights: they are gathered in high precision, and each layer casts its own again in "
-            "every forward. Shard with torch.distributed.fsdp.fully_shard, which gathers float8",
+            f"{first_and_more(layers)}: in float8, and sharded by FSDP1 (FullyShardedDataParallel), which flattens "
+            "weights: they are gathered in high precision, and each layer casts its own again in every "
+            "forward. Shard with torch.distributed.fsdp.fully_shard, which gathers float8",
             Float8Warning,
             stacklevel=2,
         )

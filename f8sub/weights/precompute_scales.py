@@ -140,9 +140,8 @@ def _warn_of_early(
         if record is not None and record.entered and is_dtensor(record.parameter):
             _early.add(optimizer)
             warnings.warn(
-                f"{record.fqn}: the {type(optimizer).__name__} was created before fully_shard, which put another "
-                "parameter in the place of the one that it steps, so it trains nothing; make it of "
-                "model.parameters() after fully_shard",
+                f"{record.fqn}: the {type(optimizer).__name__} was created before fully_shard, which replaced the "
+                "parameters it steps, so it trains nothing; create it from model.parameters() after fully_shard",
                 Float8Warning,
                 stacklevel=4,
             )
@@ -277,8 +276,8 @@ def register_precompute_hook(
     if stepped.isdisjoint(id(parameter) for part in parts for parameter in part.parameters()):
         raise Float8ConfigError(
             f"register_precompute_hook: the {type(runs_hooks).__name__} steps no parameter of the model: it is another "
-            "model's, or was created before fully_shard, which replaces parameters; make the optimizer of "
-            "model.parameters() after fully_shard"
+            "model's, or was created before fully_shard, which replaces parameters; create the optimizer "
+            "from model.parameters() after fully_shard"
         )
     handle: torch.utils.hooks.RemovableHandle = runs_hooks.register_step_post_hook(_PrecomputeHook(parts))
     return handle

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from f8sub.delayed.state import ScalingState, learn_scales
 from f8sub.diagnostics.monitor import Monitor
 from f8sub.diagnostics.writers import jsonl
-from f8sub.errors import Float8ConfigError
+from f8sub.errors import Float8ConfigError, first_and_more, plural
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.linear.checkpointing import checkpoint_policy
 from f8sub.linear.float8_linear import Float8Linear
@@ -156,9 +156,9 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     if lost:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
         raise Float8ConfigError(
-            f"{len(lost)} of {len(weights)} converted weights are f8sub's no more and would be gathered in high "
-            f"precision: {listed}. Something between conversion and fully_shard put another tensor in their place: "
-            "copy into weights, do not assign them"
+            f"f8sub no longer holds {len(lost)} of {plural(len(weights), 'converted weight')}: FSDP2 would gather in high "
+            f"precision: {listed}. Something between conversion and fully_shard put another tensor in their place: copy "
+            "into weights, do not assign them"
         )
 
 
@@ -181,10 +181,9 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
     found = [fqn for layer, fqn in layers.items() if layer not in plain]
     if found:
         raise Float8ConfigError(
-            f"{found[0]} and {len(found) - 1} more are sharded by tensor parallelism, gathered as float8 by FSDP2 and "
-            "scaled by amax histories, which torch.compile cannot trace together, and torchtitan compiles whole blocks "
-            "or nothing. Take a recipe without delayed scaling, leave out one of --compile.enable, "
-            "tensor_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for spmd_backend"
+            f"{first_and_more(found)}: sharded by tensor parallelism, gathered as float8 by FSDP2 and scaled by amax histories, "
+            "which torch.compile cannot trace together, and torchtitan compiles whole blocks or nothing. Take a recipe "
+            "without delayed scaling, leave out one of --compile.enable, tensor_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for spmd_backend"
         )
 
 

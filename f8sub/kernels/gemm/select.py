@@ -190,14 +190,17 @@ class Plan:
 
     @property
     def described(self) -> str:
-        """The backend of most GEMMs, and what the others have; on a GPU also a slow cast."""
+        """The backend of most GEMMs, and what the others have unless the recipe's name says it; a GPU's slow casts."""
         gemms = self.gemms
         used = [name for name in gemms.values() if name is not None]
         most = max(used, key=used.count) if used else None
         parts = ["high precision" if most is None else most]
+        # ``Recipe.with_high_precision`` names them: "tensorwise, dgrad in high precision".
+        named = self.recipe.name.partition(", ")[2]
         for name in dict.fromkeys(gemms.values()):
-            if name != most:
-                which = " and ".join(gemm for gemm, own in gemms.items() if own == name)
+            others = [gemm for gemm, own in gemms.items() if own == name and name != most]
+            which = " and ".join(gemm for gemm in others if name is not None or gemm not in named)
+            if which:
                 parts.append(f"{which} {'in high precision' if name is None else f'by {name}'}")
         specs = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)
         formats = [format for spec in specs for format in (spec.a, spec.b) if format is not None]

@@ -215,8 +215,8 @@ docs/measurements/predictions.md, "How near estimate is"."""
 ERRORS = (
     f"How near it is: tokens/s of whole runs of a Llama 3 8B on one to four H200s within {WHOLE_RUNS:.0%}; published "
     f"speed-ups and tokens/s on 8 to 256 H100s within {max(SPEED_UPS, RATES):.0%}, those of the 8B with --gpu "
-    "H100-500W, which they ran on. Gradients in e4m3 gained less than predicted on two and four GPUs, and f8sub measured "
-    "no run over several hosts."
+    "H100-500W, which they ran on. Gradients in e4m3 gained less than predicted on two and four GPUs, and f8sub "
+    "measured no run over several hosts."
 )
 
 
@@ -238,7 +238,8 @@ def _step_head(estimate: StepEstimate) -> list[str]:
         f"{estimate.title}: {estimate.shapes.parameters / 1e9:.3g}B parameters, "
         f"{plural(len(estimate.shapes.blocks), 'block')}, on {first.gpu.name}s, {first.per_host} per host, "
         f"{first.network / 1e9:g} Gbit/s per GPU; {mesh}. {run.tokens:,} tokens per data-parallel rank in sequences "
-        f"of {run.sequence:,}; checkpointing: {run.checkpoint}; recipe: {estimate.recipe}; gradients: {estimate.reduction}."
+        f"of {run.sequence:,}; checkpointing: {run.checkpoint}; recipe: {estimate.recipe}; gradients: "
+        f"{estimate.reduction}."
     )
     return textwrap.wrap(text, STEP_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 

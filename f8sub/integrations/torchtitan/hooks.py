@@ -156,9 +156,9 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     if lost:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
         raise Float8ConfigError(
-            f"f8sub no longer holds {len(lost)} of {plural(len(weights), 'converted weight')}: FSDP2 would gather in high "
-            f"precision: {listed}. Something between conversion and fully_shard put another tensor in their place: copy "
-            "into weights, do not assign them"
+            f"f8sub no longer holds {len(lost)} of {plural(len(weights), 'converted weight')}: FSDP2 would gather in "
+            f"high precision: {listed}. Something between conversion and fully_shard put another tensor in their "
+            "place: copy into weights, do not assign them"
         )
 
 
@@ -181,9 +181,10 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
     found = [fqn for layer, fqn in layers.items() if layer not in plain]
     if found:
         raise Float8ConfigError(
-            f"{first_and_more(found)}: sharded by tensor parallelism, gathered as float8 by FSDP2 and scaled by amax histories, "
-            "which torch.compile cannot trace together, and torchtitan compiles whole blocks or nothing. Take a recipe "
-            "without delayed scaling, leave out one of --compile.enable, tensor_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for spmd_backend"
+            f"{first_and_more(found)}: sharded by tensor parallelism, gathered as float8 by FSDP2 and "
+            "scaled by amax histories, which torch.compile cannot trace together, and torchtitan compiles whole blocks "
+            "or nothing. Take a recipe without delayed scaling, leave out one of --compile.enable, "
+            "tensor_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for spmd_backend"
         )
 
 

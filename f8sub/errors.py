@@ -99,6 +99,8 @@ def shown(value: object) -> str:
         of_dict = items.items() if isinstance(value, dict) else ()
         each = [f"{shown(key)}: {shown(item)}" for key, item in of_dict] or [shown(item) for item in items]
         first = ", ".join(each[:MOST_SHOWN]) + (", ..." if len(each) > MOST_SHOWN else "")
+        if isinstance(value, tuple) and len(each) == 1:
+            first += ","
         left, right = {list: "[]", tuple: "()"}.get(type(value), "{}")
         return f"{left}{first}{right}"
     if type(value) in (list, tuple, set, dict):

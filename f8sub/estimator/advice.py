@@ -138,7 +138,7 @@ def advice(
     if exposed > MUCH_EXPOSED:
         yield (
             f"Collectives add about {exposed:.0%} to a step, which float8 shortens little: gradients are reduced in "
-            "float32. More tokens a GPU hide them."
+            "float32. More tokens per GPU hide them."
         )
     yield from _of_experts(shapes, recipe, cluster, run)
 

@@ -30,6 +30,10 @@ MANY = 2**17
 """Tokens of an expert beyond which more of them change nothing: its weights' casts are less than 1 % of the time."""
 
 
+NO_TOKENS = "pass tokens= for this job's"
+NO_TOP_K = "how many an expert gets is not known, because nothing says how many experts a token is sent to"
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertGain:
     """Holds the predicted speed-up of one module of experts in float8, forward and backward, casts included.
@@ -41,6 +45,7 @@ class ExpertGain:
         speedup: bf16's time over float8's.
         enough: the fewest tokens per expert with which ``speedup`` is ``LEAST``; None where no number is enough.
         enough_gathered: the same where FSDP2 gathers float8 data, so that each rank casts its shard alone.
+        unknown: where ``tokens`` is None, why, or what to do about it.
     """
 
     recipe: str
@@ -49,6 +54,7 @@ class ExpertGain:
     speedup: float
     enough: int | None
     enough_gathered: int | None
+    unknown: str = ""
 
     @property
     def gains(self) -> bool:
@@ -59,7 +65,7 @@ class ExpertGain:
     def needs(self) -> str:
         """How many tokens per expert are enough, in words."""
         if self.enough is None:
-            enough = f"float8 would not gain {LEAST} times at any number of tokens"
+            enough = f"float8 would not be {LEAST} times as fast at any number of tokens"
         else:
             enough = f"{self.enough:,} tokens per expert are enough"
         if self.enough_gathered is None:
@@ -68,7 +74,7 @@ class ExpertGain:
 
     def __str__(self) -> str:
         tokens = USUAL if self.tokens is None else self.tokens
-        unknown = "; pass tokens= for this job's" if self.tokens is None else ""
+        unknown = f"; {self.unknown}" if self.unknown else ""
         return (
             f"{self.recipe} is predicted {self.speedup:.2f} times as fast as bf16 with {tokens:,.0f} tokens per expert "
             f"({self.gpu}); {self.needs}{unknown}"
@@ -102,7 +108,9 @@ def gain_of(products: Sequence[Product], recipe: "Recipe", gpu: Gpu, tokens: flo
         return times[0] / times[1]
 
     enough = _least(speedup), _least(functools.partial(speedup, gathered=True))
-    return ExpertGain(recipe.name, gpu.name, each, speedup(USUAL if each is None else each), *enough)
+    predicted = speedup(USUAL if each is None else each)
+    unknown = "" if each is not None else NO_TOKENS if tokens is None else NO_TOP_K
+    return ExpertGain(recipe.name, gpu.name, each, predicted, *enough, unknown)
 
 
 def _least(speedup: Callable[[float], float]) -> int | None:

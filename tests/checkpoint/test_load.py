@@ -76,7 +76,7 @@ def test_masters_have_the_values_of_any_layout(saved, recipe):
 
 def test_a_second_cast_is_a_warning(saved):
     _, folder = saved("blockwise")
-    with pytest.warns(f8sub.Float8Warning, match=r"layers.0.self_attn.q_proj and 13 more .* a second time"):
+    with pytest.warns(f8sub.Float8Warning, match=r"layers.0.self_attn.q_proj and 13 more: .* a second time"):
         f8sub.load_float8(other("rowwise"), folder)
 
 

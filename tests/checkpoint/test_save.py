@@ -158,7 +158,7 @@ def test_dtype_is_asked_for_where_nothing_tells_it():
     ):
         f8sub.float8_state_dict(model)
     for wrong in ("bfloat16", torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(f8sub.Float8ConfigError, match="dtype is what the forward computes in"):
+        with pytest.raises(f8sub.Float8ConfigError, match="dtype is the dtype of the forward"):
             f8sub.float8_state_dict(model, dtype=wrong)
     state, _ = f8sub.float8_state_dict(model.to(BF16))
     assert state["model.norm.weight"].dtype == BF16

@@ -77,6 +77,22 @@ def test_a_pattern_that_decides_for_no_layer_is_reported(case):
     assert converted(model) == ["up", "down"]
 
 
+def advice(recipe: dict[str, str], **options: object) -> str:
+    """What a warning of idle patterns says to do."""
+    with pytest.warns(f8sub.Float8Warning) as warned:
+        f8sub.convert_to_float8(mlp(), recipe=recipe, **options)
+    return str(warned[0].message)
+
+
+def test_the_advice_is_for_the_reason():
+    """Another order helps where an earlier pattern takes the layers, and not where ``skip`` does."""
+    assert "put the finer ones first" in advice({"*": "tensorwise", "up": "rowwise"})
+    said = advice({"up": "rowwise", "*": "tensorwise"}, skip="down")
+    assert "'*' matches no layer that is converted and that 'up' does not take (down: skip='down')" in said
+    assert "first" not in said
+    assert "first" not in advice({"mlp": "rowwise", "*": "tensorwise"})
+
+
 @pytest.mark.filterwarnings("ignore::f8sub.Float8Warning")
 def test_a_bad_recipe_among_them_changes_nothing():
     blocks = f8sub.Float8Format(torch.float8_e4m3fn, f8sub.Tile(32, 32))

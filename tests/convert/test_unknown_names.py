@@ -1,5 +1,6 @@
 """Names that there are not: options, filters, attributes of f8sub, and names of other libraries."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -48,6 +49,14 @@ def test_no_name_is_near_to_one_that_is_like_none():
         (nn.GELU(), "a GELU of torch"),
         (nn.Linear(2, 2).state_dict(), "an OrderedDict of collections"),
         (nn.ReLU(), "a ReLU of torch"),
+        (["lm_head", 3], "['lm_head', 3]"),
+        (("a",), "('a',)"),
+        ({"a": nn.ReLU()}, "{'a': a ReLU of torch}"),
+        ([], "[]"),
+        (list("abcdef"), "['a', 'b', 'c', 'd', ...]"),
+        (range(3), "a range"),
+        (nearest, "the function nearest"),
+        (torch.float16, "torch.float16"),
     ],
 )
 def test_what_was_given_is_shown_with_its_article(value, expected):
@@ -81,6 +90,45 @@ UNKNOWN = {
         "no option 'filter_fqn', .*: use filter_fqns",
     ),
 }
+
+
+FOREIGN = {
+    **dict.fromkeys(("exclude", "ignore", "skip_modules", "modules_to_not_convert"), "use skip;"),
+    "round_scales_to_power_of_2": 'use recipe="rowwise" or "blockwise", or a recipe with f8sub.ScaleRule.POWER_OF_2;',
+    "pad_inner_dim": "leave it out: f8sub fills up rows of x",
+    "force_recompute_fp8_weight_in_bwd": "leave it out: f8sub never saves",
+    "emulate": 'use backend="reference";',
+    "use_fast_accum": "f8sub.GemmSpec(fast_accum=...)",
+    "margin": 'f8sub.get_recipe("delayed", ...)',
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_option_of_another_library_leads_to_f8subs(name):
+    with pytest.raises(f8sub.Float8ConfigError) as raised:
+        f8sub.convert_to_float8(mlp(), **{name: ["lm_head"]})
+    assert f"no option {name!r}, got {name}=['lm_head']: " in str(raised.value)
+    assert FOREIGN[name] in str(raised.value)
+
+
+NAMES_OF_MODULES = {
+    "f8sub": ("convert_to_float8_training", "; there is f8sub.convert_to_float8(model)"),
+    "f8sub.tensor_parallel": ("Float8ColwiseParalel", " (nearest: Float8ColwiseParallel"),
+    "f8sub.integrations": ("acelerate", " (nearest: accelerate"),
+}
+
+
+@pytest.mark.parametrize("module", NAMES_OF_MODULES)
+def test_an_import_says_what_an_attribute_does(module):
+    name, told = NAMES_OF_MODULES[module]
+    with pytest.raises(ImportError, match=f"^cannot import name '{name}' from '{module}'{re.escape(told)}"):
+        exec(f"from {module} import {name}", {})
+    there = importlib.import_module(module)
+    assert not hasattr(there, name)
+    with pytest.raises(
+        AttributeError, match=f"^module '{module}' has no attribute '{name}'{re.escape(told)}"
+    ):
+        getattr(there, name)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -11,6 +11,7 @@ from torch import nn
 
 import f8sub
 from f8sub import recipe_names
+from f8sub.errors import first_and_more, plural
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.select import Plan
 from tests.convert.models import K, N, mlp
@@ -24,7 +25,7 @@ def report_of(model: nn.Module, **options) -> f8sub.ConversionReport:
 def rows(report: f8sub.ConversionReport) -> dict[str, list[str]]:
     """Cells of each row, by the layers' name."""
     lines = [line.split() for line in str(report).splitlines() if line.startswith("  ")]
-    return {cells[0]: cells[1:] for cells in lines if len(cells) > 3 and cells[2] == "x"}
+    return {cells[0]: cells[1:] for cells in lines if len(cells) > 3 and cells[3] == "x"}
 
 
 def test_the_first_line_is_the_summary():
@@ -43,6 +44,30 @@ def test_the_first_line_is_the_summary():
     assert lines[2:6:3] == ["in float8: tensorwise, scaled_mm", "not in float8: output head (default)"]
 
 
+@pytest.mark.parametrize("gemms", [{"dgrad"}, {"dgrad", "wgrad"}])
+def test_what_stays_in_high_precision_is_said_once(gemms):
+    recipe = f8sub.get_recipe("tensorwise").with_high_precision(**dict.fromkeys(gemms, True))
+    how = report_of(mlp(), recipe=recipe).layers[0].detail
+    assert all(how.count(gemm) == 1 for gemm in gemms)
+    (named,) = {
+        layer.detail for layer in report_of(mlp(), recipe="rowwise_with_gw_hp").layers if layer.converted
+    }
+    assert named == "rowwise_with_gw_hp, scaled_mm, wgrad in high precision"
+
+
+def test_numbers_agree_with_their_nouns():
+    model = nn.Sequential(nn.Linear(K, K))
+    assert report_of(model).summary.startswith("1 of 1 linear layer in float8")
+    with pytest.warns(f8sub.Float8Warning, match="nothing more to convert; the model has 1 module in float8"):
+        f8sub.convert_to_float8(model)
+    assert (plural(0, "layer"), plural(1, "layer"), plural(2000, "layer")) == (
+        "0 layers",
+        "1 layer",
+        "2,000 layers",
+    )
+    assert (first_and_more(["a"]), first_and_more(["a", "b", "c"])) == ("a", "a and 2 more")
+
+
 def test_a_model_that_was_not_converted():
     report = f8sub.conversion_report(mlp())
     assert report.flops_share == 0
@@ -56,8 +81,8 @@ def test_equal_layers_are_one_row_and_a_large_model_fits_a_screen():
     text = str(report := report_of(model))
     cells = rows(report)
     square, all_of_it = 1024 * 1024, 48 * (4 + 3 * 4) * 1024 * 1024 + 32000 * 1024
-    assert cells["blocks.*.q"][:6] == ["48", "x", "1024", "x", "1024", f"{48 * square / all_of_it:.1%}"]
-    assert cells["lm_head"][:5] == ["1", "x", "32000", "x", "1024"]
+    assert cells["blocks.*.q"][:5] == ["48", "1024", "x", "1024", f"{48 * square / all_of_it:.1%}"]
+    assert cells["lm_head"][:4] == ["1", "32000", "x", "1024"]
     assert len(cells) == 8
     assert len(text.splitlines()) < 40
     assert max(map(len, text.splitlines()[1:])) <= 100
@@ -104,7 +129,7 @@ def test_attention_of_torch_and_convolutions():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Embedding(10, 16), nn.Linear(16, 16))
     report = report_of(model)
     assert (report.flops_share, report.others[0].multiplications) == (1.0, None)
-    assert rows(report)["0"] == ["1", "x", "16", "x", "3", "x", "3", "x", "3", "?", f"{432 / 880:.1%}"]
+    assert rows(report)["0"] == ["1", "16", "x", "3", "x", "3", "x", "3", "?", f"{432 / 880:.1%}"]
 
 
 GPUS = {"hopper": ((9, 0), "13.0"), "ada": ((8, 9), "12.8")}

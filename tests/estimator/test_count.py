@@ -154,7 +154,7 @@ def test_blocks_that_repeat_and_layers_that_do_not_run():
     report = report_of(Repeated(), {"x": x_of(), "times": 5})
     assert report.flops_share == pytest.approx(5 / 6)
     assert {layer.fqn: layer.runs for layer in report.layers} == {"block": 5, "spare": 0, "lm_head": 1}
-    assert "1 converted layers did not run (spare)" in report.summary
+    assert "1 converted layer did not run (spare)" in report.summary
     assert "converted, and did not run: tensorwise" in str(report)
     assert f8sub.conversion_report(Repeated(), batch=(x_of(), 1)).flops_share == 0
 
@@ -178,7 +178,7 @@ def test_a_weight_that_other_code_multiplies_by(recipe):
     assert (layer.multiplications, layer.in_float8) == ((T + 2) * N * N, 2 * N * N)
     assert layer.read_by == "the model, a Reads"
     assert (
-        "other code multiplies by the weights of 1 converted layers, in high precision: skip=['o']"
+        "other code multiplies by the weights of 1 converted layer, in high precision: skip=['o']"
         in report.summary
     )
     assert "converted, in part in float8: the model, a Reads, multiplies by its weight" in " ".join(
@@ -296,7 +296,7 @@ def test_without_a_batch_shares_are_assumed_and_what_nothing_says_is_named():
     report = f8sub.conversion_report(model)
     share = 3 * N * N / (4 * N * N + N)
     assert report.summary.startswith(
-        "1 of 1 linear layers in float8, 100.0% of FLOPs (assumed: every layer once per token)"
+        "1 of 1 linear layer in float8, 100.0% of FLOPs (assumed: every layer once per token)"
     )
     assert report.not_counted == ("other.proj",)
     assert report.not_counted_share == pytest.approx(share)

@@ -142,9 +142,9 @@ def test_a_page_fits_80_columns(capsys):
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines == [line.rstrip() for line in lines]
-    assert "8.03B parameters, 32 blocks, on H100s, 8 a host" in " ".join(text.split())
+    assert "8.03B parameters, 32 blocks, on H100s, 8 per host" in " ".join(text.split())
     assert "+ gradients in e4m3" in text
-    assert "within 7%" in text
+    assert "within 7%, those of the 8B with --gpu H100-500W" in " ".join(text.split())
     assert main(["estimate", "llama3-70b", "--gpus", "8", "--checkpoint", "none"]) == 0
     assert "x: more than a GPU's memory" in capsys.readouterr().out
     assert main(["estimate", "llama3-8b", "--gpus", "8", "--recipe", "mxfp8"]) == 0

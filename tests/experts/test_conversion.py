@@ -253,7 +253,7 @@ def test_without_the_option_the_report_names_it():
     assert not others.converted
     assert "stay in high precision" in others.detail
     assert others.detail.endswith("pass experts=True to convert")
-    assert report.summary.endswith("experts: 1 modules stay in high precision: pass experts=True to convert")
+    assert report.summary.endswith("experts: 1 module stays in high precision: pass experts=True to convert")
 
 
 def test_the_report_counts_experts():
@@ -261,7 +261,7 @@ def test_the_report_counts_experts():
     report = f8sub.conversion_report(model)
     assert report.flops_share == 1.0
     assert report.parameters_share == 1 - 16 / report.parameters  # the head's bias
-    assert "and 1 modules of experts in float8" in report.summary
+    assert "and 1 module of experts in float8" in report.summary
     assert "in float8: Float8OwnExperts: rowwise, reference; all 3 counted" in str(report)
     assert "OwnExperts(rowwise, reference)" in repr(model)
 
@@ -296,7 +296,7 @@ def test_experts_alone_are_something_to_convert():
     model = converted(OwnExperts(3, 32, 48))
     assert isinstance(model, Float8Experts)
     assert model._f8sub.fqn == "(root)"
-    with pytest.warns(f8sub.Float8Warning, match="1 layers are float8"):
+    with pytest.warns(f8sub.Float8Warning, match="the model has 1 module in float8"):
         converted(model)
     f8sub.precompute_scales(model)
 

@@ -52,7 +52,7 @@ def test_it_converts_as_by_hand_and_reports_it(tmp_path, capsys):
     assert model.up.weight is weight  # of an optimizer that exists already
     assert torch.equal(found, by_hand)
     assert not torch.equal(found, trained(Net(), tmp_path, Float8Callback("tensorwise")))
-    assert "f8sub: 1 of 1 linear layers" in capsys.readouterr().out
+    assert "f8sub: 1 of 1 linear layer" in capsys.readouterr().out
 
 
 def test_options_are_those_of_the_conversion(tmp_path):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 from f8sub_pretrain.traffic import count_traffic
 
 SIZES = 64, 96, 64
-TOLD = r"^layers\.0 and 1 more layers in float8 are sharded by FSDP1 .*fully_shard, which gathers float8$"
+TOLD = r"^layers\.0 and 1 more: in float8, and sharded by FSDP1 .*fully_shard, which gathers float8$"
 
 
 def stack() -> torch.nn.Module:

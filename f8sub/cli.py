@@ -23,7 +23,6 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
     nearest,
-    plural,
     unknown,
 )
 from f8sub.estimator.cluster import FLOAT32, REDUCTIONS
@@ -283,10 +282,11 @@ def run_export(arguments: argparse.Namespace) -> tuple[str, int]:
         written = {"folder": arguments.out, "files": len(files), "bytes": size}
         chosen = {"recipe": arguments.recipe, "layout": exported.layout, "dtype": arguments.dtype}
         return json.dumps({**written, **chosen, **names}, indent=1), 0
+    layers = f"{len(exported.formats)} layer{'s' * (len(exported.formats) != 1)} in float8"
     return (
-        f"{arguments.out}: {plural(len(exported.formats), 'layer')} in float8 ({arguments.recipe}, layout "
+        f"{arguments.out}: {layers} ({arguments.recipe}, layout "
         f"{exported.layout}), {len(exported.in_high_precision)} in {arguments.dtype}, {size / 1e6:,.1f} MB in "
-        f"{plural(len(files), 'file')}"
+        f"{len(files)} file{'s' * (len(files) > 1)}"
     ), 0
 
 

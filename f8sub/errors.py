@@ -115,11 +115,6 @@ def shown(value: object) -> str:
     return f"{'an' if name[0] in vowels else 'a'} {name}{'' if package == 'builtins' else f' of {package}'}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 layer", "2 layers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def first_and_more(names: Sequence[str]) -> str:
     """Return the first of some names, and how many more there are: "a", "a and 2 more"."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,6 +1,11 @@
-"""One printer of text tables, for every page that f8sub prints."""
+"""One printer of text tables, for every page that f8sub prints, and a number with its noun."""
 
 from collections.abc import Sequence
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 layer", "2 layers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def text_table(

@@ -12,7 +12,7 @@ from f8sub import errors
 from f8sub.convert.checks import Chosen
 from f8sub.convert.filters import kind_of, name_of
 from f8sub.convert.products import SKIP_REASON, other_weights
-from f8sub.errors import Float8ConfigError, Float8Warning, first_and_more, nearest, plural, shown
+from f8sub.errors import Float8ConfigError, Float8Warning, first_and_more, nearest, shown
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.linear.saved_input import RECOMPUTE
 from f8sub.recipe import Recipe, get_recipe, recipe_names
@@ -177,7 +177,7 @@ def why_nothing(model: torch.nn.Module, strict: bool) -> str:
         what for what, words in ADVICE.items() if any(word in reason for reason in reasons for word in words)
     ]
     do = ", ".join([*advice, *["or pass strict=False"] * strict]).removeprefix("or ")
-    found = f"0 of {plural(count, 'linear layer')} ({listed}){others}"
+    found = f"0 of {count} linear layer{'s' * (count > 1)} ({listed}){others}"
     return f"{found}. {do[0].upper()}{do[1:]}" if do else found
 
 
@@ -186,7 +186,7 @@ def nothing_converted(model: torch.nn.Module, strict: bool) -> None:
     if count := sum(map(is_converted, model.modules())):
         warnings.warn(
             "convert_to_float8 was called again and found nothing more to convert; the model has "
-            f"{plural(count, 'module')} in float8",
+            f"{count} module{'s' * (count > 1)} in float8",
             Float8Warning,
             stacklevel=4,
         )

@@ -35,7 +35,7 @@ from f8sub.convert.products import (
     unknown_weights,
 )
 from f8sub.diagnostics.bytes import byte_account
-from f8sub.errors import plural, refuse_other_than_a_module
+from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import Gains
 from f8sub.experts.seams import seam_of
@@ -43,7 +43,7 @@ from f8sub.linear.converted import products_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
-from f8sub.text_table import text_table
+from f8sub.text_table import plural, text_table
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.weight import is_converted
 
@@ -266,7 +266,7 @@ class ConversionReport:
         if all(each.state is None for each in self.attention):
             return ""
         count = sum(each.converted for each in self.attention)
-        return f"attention: {count} of {len(self.attention)} modules in float8"
+        return f"attention: {count} of {plural(len(self.attention), 'module')} in float8"
 
     def _of_not_counted(self) -> str:
         if self.counted or self.not_counted_share < LEAST_SHARE:

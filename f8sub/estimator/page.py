@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
-from f8sub.errors import plural
 from f8sub.estimator.advice import host_measured
 from f8sub.estimator.gpus import BY_REFERENCE
-from f8sub.text_table import text_table
+from f8sub.text_table import plural, text_table
 
 if TYPE_CHECKING:
     from f8sub.estimator.estimate import Estimate, LayerGroup, StepEstimate, StepPrediction

@@ -11,9 +11,10 @@ from torch import nn
 
 import f8sub
 from f8sub import recipe_names
-from f8sub.errors import first_and_more, plural
+from f8sub.errors import first_and_more
 from f8sub.kernels.gemm import select
 from f8sub.kernels.gemm.select import Plan
+from f8sub.text_table import plural
 from tests.convert.models import K, N, mlp
 from tests.models import Transformer
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from f8sub.delayed.state import ScalingState, learn_scales
 from f8sub.diagnostics.monitor import Monitor
 from f8sub.diagnostics.writers import jsonl
-from f8sub.errors import Float8ConfigError, first_and_more, plural
+from f8sub.errors import Float8ConfigError, first_and_more
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.linear.checkpointing import checkpoint_policy
 from f8sub.linear.float8_linear import Float8Linear
@@ -156,8 +156,8 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     if lost:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
         raise Float8ConfigError(
-            f"f8sub no longer holds {len(lost)} of {plural(len(weights), 'converted weight')}: FSDP2 would gather in "
-            f"high precision: {listed}. Something between conversion and fully_shard put another tensor in their "
+            f"f8sub no longer holds {len(lost)} of the converted weights ({len(weights)} in all), which FSDP2 would gather "
+            f"in high precision: {listed}. Something between conversion and fully_shard put another tensor in their "
             "place: copy into weights, do not assign them"
         )
 

@@ -33,7 +33,8 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
     Raises:
         Float8ConfigError: no model that ``convert_to_float8`` saw, or a CUDA graph of sharded weights is captured.
         Float8NumericsError: the previous call found NaN or infinity in a weight (a recipe may look for it in x and dy
-            too, and say so one call later); names the layers. The same on every rank, but for experts of other ranks,
+            too, and say so one call later), and from then on in each call until the weight is finite; names the layers.
+            The same on every rank, but for experts of other ranks,
             and for weights that are sharded and gathered in high precision: there on the ranks that hold it.
         Float8RankMismatchError: at the first call, ranks that were converted differently.
     """

@@ -156,9 +156,9 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
     if lost:
         listed = ", ".join(f"{fqn} ({kind})" for fqn, kind in lost.items())
         raise Float8ConfigError(
-            f"f8sub no longer holds {len(lost)} of the converted weights ({len(weights)} in all), which FSDP2 would gather "
-            f"in high precision: {listed}. Something between conversion and fully_shard put another tensor in their "
-            "place: copy into weights, do not assign them"
+            f"f8sub no longer holds {len(lost)} of the converted weights ({len(weights)} in all), which FSDP2 would "
+            f"gather in high precision: {listed}. Something between conversion and fully_shard put another tensor in "
+            "their place: copy into weights, do not assign them"
         )
 
 

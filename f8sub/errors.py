@@ -94,16 +94,17 @@ def shown(value: object) -> str:
     """A plain value itself, the first elements of a plain container; of any other its class and package."""
     if isinstance(value, str | int | float | bool | type(None) | torch.dtype):
         return repr(value)
-    if type(value) in (list, tuple, set, dict) and value:  # type: ignore[redundant-expr]
+    kind: Any = type(value)
+    if kind in (list, tuple, set, dict) and value:
         items: Any = value
         of_dict = items.items() if isinstance(value, dict) else ()
         each = [f"{shown(key)}: {shown(item)}" for key, item in of_dict] or [shown(item) for item in items]
         first = ", ".join(each[:MOST_SHOWN]) + (", ..." if len(each) > MOST_SHOWN else "")
         if isinstance(value, tuple) and len(each) == 1:
             first += ","
-        left, right = {list: "[]", tuple: "()"}.get(type(value), "{}")
+        left, right = {list: ("[", "]"), tuple: ("(", ")")}.get(kind, ("{", "}"))
         return f"{left}{first}{right}"
-    if type(value) in (list, tuple, set, dict):
+    if kind in (list, tuple, set, dict):
         return repr(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -8,14 +8,16 @@ import functools
 import importlib.metadata
 import importlib.util
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from f8sub.attention.problem import E4M3, E5M2, HIGH_PRECISION, Problem
 from f8sub.attention.scaling import BackwardScales, ForwardScales, K, O, Q, V
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import Float8Format
+
+if TYPE_CHECKING:
+    from f8sub.formats import Float8Format
 
 PACKAGE = "nvidia-cudnn-frontend"
 KNOWN = "1.23.0"
@@ -142,7 +144,7 @@ _building = threading.Lock()
 
 
 def _graph(
-    kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype, device: torch.device
+    kind: str, problem: Problem, format: "Float8Format", dtype: torch.dtype, device: torch.device
 ) -> _Graph:
     # By value: a graph serves all layers of one shape.
     key = kind, problem, format.name, dtype, device
@@ -164,7 +166,7 @@ def _compute_capability(device: torch.device) -> int:
 
 
 def build(
-    kind: str, problem: Problem, format: Float8Format, dtype: torch.dtype, target: dict[str, Any]
+    kind: str, problem: Problem, format: "Float8Format", dtype: torch.dtype, target: dict[str, Any]
 ) -> Any:
     """Return a graph for which cuDNN has a kernel, without the plan that runs it.
 
@@ -256,7 +258,7 @@ class _Tensors:
             self.made(tensor, name, self._floats)
 
 
-def _forward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io: Any) -> None:
+def _forward(cudnn: Any, graph: Any, problem: Problem, format: "Float8Format", io: Any) -> None:
     tensors = _Tensors(cudnn, graph, problem)
     o, stats, *amaxes = graph.sdpa_fp8(
         **tensors.given(io, "q", "k", "v"),
@@ -270,7 +272,7 @@ def _forward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io:
     tensors.made_numbers(amaxes, "amax_s", "amax_o")
 
 
-def _backward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io: Any) -> None:
+def _backward(cudnn: Any, graph: Any, problem: Problem, format: "Float8Format", io: Any) -> None:
     tensors = _Tensors(cudnn, graph, problem)
     # dP has the dtype of dO.
     of_do = cudnn.data_type.FP8_E5M2 if format == E5M2 else io
@@ -288,7 +290,7 @@ def _backward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io
     tensors.made_numbers((dq, dk, dv, dp), "amax_dQ", "amax_dK", "amax_dV", "amax_dP")
 
 
-def _bf16_backward(cudnn: Any, graph: Any, problem: Problem, format: Float8Format, io: Any) -> None:
+def _bf16_backward(cudnn: Any, graph: Any, problem: Problem, format: "Float8Format", io: Any) -> None:
     tensors = _Tensors(cudnn, graph, problem)
     grads = graph.sdpa_backward(
         **tensors.given(io, "q", "k", "v", "o", dO=io, stats=cudnn.data_type.FLOAT),
@@ -341,7 +343,7 @@ def backward(
     inverse: torch.Tensor,
     inverse_do: torch.Tensor,
     scales: BackwardScales,
-    format: Float8Format,
+    format: "Float8Format",
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """``reference.backward``."""
     _, q, k, v, _, stats = given

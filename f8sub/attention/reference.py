@@ -11,12 +11,15 @@ how much they lose by it does not. Source: ``node/sdpa_fp8_bwd.h`` of cudnn-fron
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from f8sub.attention.problem import E4M3, Problem
 from f8sub.attention.scaling import BackwardScales, ForwardScales, K, O, Q, V
-from f8sub.formats import Float8Format
+
+if TYPE_CHECKING:
+    from f8sub.formats import Float8Format
 
 Slices = tuple[int, slice, int]
 
@@ -57,7 +60,7 @@ def backward(
     inverse: torch.Tensor,
     inverse_do: torch.Tensor,
     scales: BackwardScales,
-    format: Float8Format,
+    format: "Float8Format",
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return dq, dk, dv, and the amaxes of dP, dq, dk and dv before they were rounded.
 
@@ -133,16 +136,16 @@ def _scores(problem: Problem, q: torch.Tensor, k: torch.Tensor, inverse: torch.T
     return s
 
 
-def _by_rows(q: torch.Tensor, format: Float8Format) -> torch.Tensor:
+def _by_rows(q: torch.Tensor, format: "Float8Format") -> torch.Tensor:
     batch, heads, rows, width = q.shape
     return q.new_empty((batch, rows, heads, width), dtype=format.dtype).transpose(1, 2)
 
 
-def _cast(x: torch.Tensor, scale: torch.Tensor, format: Float8Format) -> torch.Tensor:
+def _cast(x: torch.Tensor, scale: torch.Tensor, format: "Float8Format") -> torch.Tensor:
     """Codes of x times scale, saturated; NaN stays NaN."""
     return (x * scale).clamp(-format.max, format.max).to(format.dtype)
 
 
-def _rounded(x: torch.Tensor, scale: torch.Tensor, format: Float8Format) -> torch.Tensor:
+def _rounded(x: torch.Tensor, scale: torch.Tensor, format: "Float8Format") -> torch.Tensor:
     """``_cast``, as float32."""
     return _cast(x, scale, format).float()

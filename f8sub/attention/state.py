@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from f8sub.attention import cudnn
+from f8sub.attention import cudnn, problem
 from f8sub.attention.ops import attention
 from f8sub.attention.scaling import GRADIENTS, HISTORY
 from f8sub.formats import HIGH_PRECISION
@@ -19,6 +19,9 @@ CHILD = "float8_attention"
 MIN_LENGTH = 8192
 """Rows of q, and of k, from which on float8 gains time. Source: docs/attention.md, an H200: 0.65 times bf16's speed
 with sequences of 2048 tokens, 1.13 times with 8192."""
+
+BACKWARDS_BY_NAME = {"float8": "e4m3", "bf16": problem.HIGH_PRECISION}
+"""What users call the formats of backward."""
 
 AUTO, CUDNN, REFERENCE = "auto", "cudnn", "reference"
 BACKENDS = (AUTO, CUDNN, REFERENCE)

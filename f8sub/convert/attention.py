@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from f8sub.attention import cudnn
-from f8sub.attention.problem import HIGH_PRECISION
 from f8sub.attention.state import (
     AUTO,
     BACKENDS,
+    BACKWARDS_BY_NAME,
     CHILD,
     CUDNN,
     MIN_LENGTH,
@@ -33,9 +33,6 @@ from f8sub.attention.state import (
 from f8sub.convert.filters import matches
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
 from f8sub.torch_compat import change_and_restore, is_dtensor
-
-BACKWARDS = {"float8": "e4m3", "bf16": HIGH_PRECISION}
-"""What users call the formats of backward."""
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """Transformers' table of attention functions, in ``modeling_utils``."""
@@ -115,8 +112,8 @@ def attend_in_float8(
         Float8ConfigError: an unknown option, no module calls attention, or ``backend="cudnn"`` where there is none.
     """
     refuse_other_than_a_module("attend_in_float8", model)
-    if backward not in BACKWARDS:
-        raise unknown("backward", backward, BACKWARDS)
+    if backward not in BACKWARDS_BY_NAME:
+        raise unknown("backward", backward, BACKWARDS_BY_NAME)
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     device = _device_of(model)
@@ -138,7 +135,7 @@ def attend_in_float8(
         )
     # All that can be refused is, so an error leaves the model as it was.
     for fqn in chosen:
-        _convert(callers[fqn], AttentionState(fqn, BACKWARDS[backward], backend, min_length, device))
+        _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
     return chosen
 
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from f8sub.convert.filters import kind_of
-from f8sub.convert.products import Product, Shapes
 from f8sub.estimator.attention import advice_on_attention
 from f8sub.estimator.bytes import OPERANDS, Memory
 from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
 from f8sub.estimator.experts import gain_of
-from f8sub.estimator.gpus import Gpu
 from f8sub.estimator.seconds import (
     HOST_RANGE,
     NONE,
@@ -26,7 +24,9 @@ from f8sub.formats import ALL
 from f8sub.recipes import DEFAULT
 
 if TYPE_CHECKING:
+    from f8sub.convert.products import Product, Shapes
     from f8sub.estimator.estimate import Policy, Prediction
+    from f8sub.estimator.gpus import Gpu
     from f8sub.recipe import Recipe
 
 FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15

@@ -111,7 +111,7 @@ def test_dora_trains_over_codes_alone_and_merges_as_peft_does():
     model, plain = peft.get_peft_model(base, config), peft.get_peft_model(plain, config)
     found = losses(model)
     assert found[-1] < found[0]
-    with pytest.warns(f8sub.Float8Warning, match="adapters are not merged"):
+    with pytest.warns(f8sub.Float8Warning, match="adapters that are not merged"):
         f8sub.float8_state_dict(model)
     peft.set_peft_model_state_dict(plain, peft.get_peft_model_state_dict(model))
     expected = dict(plain.merge_and_unload().named_parameters())

@@ -231,10 +231,12 @@ def test_a_param_dtype(rank, world, recipe):
 def sent(rank: int, world: int, experts: int, recipe: str) -> tuple[int, int, int]:
     """All-reduces of a precompute, bytes that a gather of the experts fills, and the experts' elements."""
     model = sharded(converted(experts, recipe))
+    # Before the forward, after which the root's parameters are those that FSDP2 gathered.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, ends = batch(experts, 0)
     with torch.no_grad():
         model(x, ends)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer.step()
     with Wire() as scales:
         f8sub.precompute_scales(model)
     with Wire() as weights:

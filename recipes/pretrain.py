@@ -59,6 +59,8 @@ SHARED_STORE = (
     "it keeps: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
 )
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+HISTORY = ".float8_attention.history"
+"""Ends the names of what attention in float8 knows of its past, which is empty at first."""
 
 
 class Moment:
@@ -393,8 +395,9 @@ class Trainer:
                 self.metrics.say(f"No checkpoint in {self.checkpoints.folder} yet: starting at step 1.")
                 return
         tensors = self.tensors()
-        random_states = frozenset(key for key in tensors if key.startswith("rng."))
-        state = self.checkpoints.load(name, tensors, optional=random_states)
+        # Ranks may be more than there were; and a run whose attention was in bf16 goes on with it in float8.
+        may_lack = frozenset(key for key in tensors if key.startswith("rng.") or key.endswith(HISTORY))
+        state = self.checkpoints.load(name, tensors, optional=may_lack)
         set_model_state_dict(self.model, _under(tensors, "model."))
         optimizer = {**self.optimizer_state(), **_under(tensors, "optimizer.")}
         set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=FLAT)

@@ -32,6 +32,14 @@ def test_attention_in_float8_is_asked_for(ranks, tmp_path, asked, backward):
     assert ranks(2, attention_of, settings) == [[backward] * 4] * 2
 
 
+def test_attention_in_float8_goes_on_from_a_run_without(ranks, tmp_path):
+    before = quick_settings(tmp_path, "--training.steps 2 --checkpoint.interval 2 --float8.enabled false")
+    assert ranks(2, train, before) == [True] * 2
+    options = "--training.steps 3 --checkpoint.resume newest --float8.attention float8"
+    assert ranks(2, train, quick_settings(tmp_path, options)) == [True] * 2
+    assert [record["step"] for record in records(before) if "loss" in record] == [1, 2, 3]
+
+
 def attention_of(rank, world_size, settings):
     made = trainer(world_size, settings)
     assert made.run()

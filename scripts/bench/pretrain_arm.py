@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 
 import f8sub
 from f8sub.formats import ScaleRule
+from f8sub.gradients import wire
+from f8sub.weights.weight import local_tensor
 
 ATTENTION, FEED_FORWARD = "*.self_attn.*", "*.mlp.*"
 FIRST_AND_LAST = ("model.layers.0.*", "model.layers.15.*")
@@ -73,6 +75,7 @@ CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
 }
 """Of the recipe's three GEMMs; those named alone are the only ones in float8."""
 
+GRADIENTS = "gradients_in_float8"
 ATTENTIONS = {"attention_in_float8": "float8", "attention_forward_in_float8": "bf16"}
 """What ``attend_in_float8`` computes backward in. Its kernels take head dim 128 in the first, any in the second."""
 
@@ -85,11 +88,16 @@ SKIPPED: dict[str, tuple[str, ...]] = {
 
 
 class Arm(NamedTuple):
-    """An arm: its recipe, None for bf16; the layers that it skips; attention's backward, "" without float8 there."""
+    """An arm: its recipe, None for bf16; the layers that it skips; attention's backward, "" without float8 there.
+
+    With ``codes_gradients`` each weight's gradient is rounded once, as ``f8sub.reduce_gradients_in_float8`` rounds what
+    a rank sends. Here one GPU is the only rank, and sends nothing.
+    """
 
     recipe: f8sub.Recipe | None
     skip: tuple[str, ...] = ()
     attention: str = ""
+    codes_gradients: bool = False
 
 
 def arm_of(name: str) -> Arm:
@@ -109,8 +117,10 @@ def arm_of(name: str) -> Arm:
             arm = arm._replace(skip=arm.skip + SKIPPED[change])
         elif change in ATTENTIONS:
             arm = arm._replace(attention=ATTENTIONS[change])
+        elif change == GRADIENTS:
+            arm = arm._replace(codes_gradients=True)
         else:
-            there = [*CHANGES, *SKIPPED, *ATTENTIONS]
+            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS]
             sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {there}")
     return arm
 
@@ -121,6 +131,7 @@ def convert(arm: Arm, model: nn.Module, settings: Any) -> None:
         model,
         recipe=arm.recipe,
         skip=(*settings.float8.skip, *arm.skip),
+        experts=settings.float8.experts,
         tokens=settings.training.local_batch_size * settings.training.seq_len,
     )
     if arm.attention:
@@ -186,6 +197,13 @@ def rounded(
             shard.copy_(values)
 
 
+def code_gradient(parameter: torch.Tensor) -> None:
+    """Round a float32 gradient to the codes of the wire, in blocks of 128 elements of its rank's part."""
+    assert parameter.grad is not None
+    shard = local_tensor(parameter.grad)
+    shard.copy_(wire.decode(*wire.encode(shard.reshape(1, -1))).view_as(shard))
+
+
 def install(arm: Arm) -> None:
     """Have recipes/pretrain.py, whose folder is on the path, train this arm and measure its forward passes."""
     import pretrain
@@ -195,6 +213,11 @@ def install(arm: Arm) -> None:
         trainers.convert = partial(convert, arm)
 
     class Measuring(pretrain.Trainer):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            for parameter in self.model.parameters() if arm.codes_gradients else ():
+                parameter.register_post_accumulate_grad_hook(code_gradient)
+
         def evaluate(self) -> None:
             super().evaluate()
             if self.step == self.settings.training.steps:
@@ -211,7 +234,9 @@ def install(arm: Arm) -> None:
             settings = replace(settings, float8=off, compile=eager)
             mesh = next(iter(weights.values())).device_mesh
             self.model, _ = trainers.build_model(settings, self.tokenizer.vocab_size, mesh)
-            set_model_state_dict(self.model, weights)
+            # Attention in float8 has histories of its own.
+            plain = self.model.state_dict().keys()
+            set_model_state_dict(self.model, {name: w for name, w in weights.items() if name in plain})
             found["bf16"] = self.held_out_loss()
             if arm.recipe is None:
                 for name, how in FORWARDS.items():

@@ -1,9 +1,11 @@
 """What float8 costs a 120M Llama, by arm and by forward pass: the tables of two pages and docs/images/loss_120m.svg.
 
 The runs are those of ``scripts/loss_compare.py --shared-steps``, on GPUs; ``--record-from`` reads them into the file
-``loss_120m.json``, with runs from scratch in a folder of their own, one JSON file each with ``held_out``.
+``loss_120m.json``, as ``arms``, as ``options`` or, those of a mixture of experts, as ``experts``. Runs from scratch are
+in a folder of their own, one JSON file each with ``held_out``.
 
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --scratch runs/scratch
+    python scripts/tables/loss_120m.py --record-from runs/loss_compare_moe-120m --record-as experts
     python scripts/tables/loss_120m.py --write-docs
 """
 
@@ -14,13 +16,13 @@ import math
 import statistics
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import tyro
 from matplotlib.figure import Figure
 
-from scripts.loss_compare import BASELINE, CONFIDENCE, HALVES, student_t_quantile
+from scripts.loss_compare import BASELINE, CONFIDENCE, HALVES, YARDSTICK, student_t_quantile
 from scripts.table import ROOT, Table, write_between_markers
 from scripts.tables import drawing
 
@@ -38,6 +40,19 @@ NAMES = {
     "tensorwise+inner_blocks": "`tensorwise`, first and last block in bf16",
     "tensorwise+coarse_x": "control: x in e5m2, wgrad in bf16",
 }
+OPTIONS = {
+    HALVES: NAMES[HALVES],
+    "tensorwise": NAMES["tensorwise"],
+    "tensorwise+gradients_in_float8": "`tensorwise`, gradients coded in float8",
+    "tensorwise-swiglu": "`tensorwise`, SwiGLU's input in float8",
+    "tensorwise-head": "`tensorwise`, the output head in float8",
+    "tensorwise+exact_sums": "`tensorwise` without fast accumulation",
+    "torchao-rowwise": "torchao's rowwise",
+}
+EXPERTS = {
+    YARDSTICK: "float32 (the noise)",
+    **{name: NAMES[name] for name in ("tensorwise", "rowwise", "blockwise")},
+}
 FORWARDS = {
     "x and w": "x and w, one scale per tensor",
     "x": "x alone",
@@ -51,14 +66,16 @@ FORWARDS = {
 }
 
 
-def record(folder: Path, scratch: Path) -> dict[str, Any]:
-    """The held-out losses of all runs in a folder of loss_compare's, by arm and seed."""
-    data = json.loads(DATA.read_text())
+def record(folder: Path, scratch: Path, key: str) -> dict[str, Any]:
+    """The recorded data, and as ``key`` the held-out losses of a folder of loss_compare's, by arm and seed."""
+    data: dict[str, Any] = json.loads(DATA.read_text())
     arms: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         arm, _, seed = path.stem.rpartition("-seed")
         run = json.loads(path.read_text())
         arms.setdefault(arm, {})[seed] = {key: run[key] for key in ("eval_loss", "forwards") if key in run}
+    if key != "arms":
+        return {**data, key: {**data.get(key, {}), "arms": arms}}
     found: dict[str, dict[str, float]] = {}
     for path in sorted(scratch.glob("*-seed*.json")):
         arm, _, seed = path.stem.rpartition("-seed")
@@ -86,10 +103,10 @@ def half_widths(found: dict[str, list[float]]) -> dict[str, float]:
     return {arm: quantile * math.sqrt(squares / degrees / len(of)) for arm, of in found.items()}
 
 
-def shared_gaps(data: dict[str, Any]) -> dict[str, list[float]]:
+def shared_gaps(data: dict[str, Any], names: dict[str, str] = NAMES) -> dict[str, list[float]]:
     """By arm, of the runs that have a start in common."""
     losses = {
-        arm: {seed: run["eval_loss"] for seed, run in data["arms"][arm].items()} for arm in (BASELINE, *NAMES)
+        arm: {seed: run["eval_loss"] for seed, run in data["arms"][arm].items()} for arm in (BASELINE, *names)
     }
     baseline = losses.pop(BASELINE)
     return gaps(losses, baseline)
@@ -151,28 +168,41 @@ def draw(data: dict[str, Any]) -> Figure:
 def tables(data: dict[str, Any]) -> dict[str, Table]:
     """Marker of the page -> table."""
     by_seed = ["gap by seed, %", "mean, 95 % interval"]
-    return {
-        "loss_120m_arms": Table("Arms", ["trained", *by_seed], rows(shared_gaps(data), NAMES)),
-        "loss_120m_forwards": Table("Forwards", ["rounded to float8", *by_seed], rows(forward_gaps(data), FORWARDS)),
-        "loss_120m_scratch": Table("From scratch", ["trained", *by_seed], scratch_rows(data)),
-    }  # fmt: skip
+    trained = {
+        "arms": (data, NAMES),
+        "options": (data["options"], OPTIONS),
+        "experts": (data["experts"], EXPERTS),
+    }
+    found = {
+        f"loss_120m_{key}": Table(key, ["trained", *by_seed], rows(shared_gaps(runs, names), names))
+        for key, (runs, names) in trained.items()
+    }
+    forwards = rows(forward_gaps(data), FORWARDS)
+    found["loss_120m_forwards"] = Table("forwards", ["rounded to float8", *by_seed], forwards)
+    found["loss_120m_scratch"] = Table("from scratch", ["trained", *by_seed], scratch_rows(data))
+    return found
 
 
-def provenance(data: dict[str, Any]) -> str:
+def provenance(data: dict[str, Any], marker: str = "") -> str:
     """The line below each table; the runs' own command is in docs/measurements/numerics.md."""
-    return f"<sub>`python scripts/tables/loss_120m.py` · {data['machine']} · {data['date']}</sub>"
+    own = marker.removeprefix("loss_120m_")
+    ran = data[own] if own in ("options", "experts") else data
+    return f"<sub>`python scripts/tables/loss_120m.py` · {ran['machine']} · {ran['date']}</sub>"
 
 
 def main(
-    record_from: Path | None = None, scratch: Path = Path("runs/scratch"), write_docs: bool = False
+    record_from: Path | None = None,
+    record_as: Literal["arms", "options", "experts"] = "arms",
+    scratch: Path = Path("runs/scratch"),
+    write_docs: bool = False,
 ) -> None:
     if record_from:
-        DATA.write_text(json.dumps(record(record_from, scratch), indent=1) + "\n")
+        DATA.write_text(json.dumps(record(record_from, scratch, record_as), indent=1) + "\n")
     data = json.loads(DATA.read_text())
     for marker, made in tables(data).items():
         made.show()
         if write_docs:
-            write_between_markers(marker, f"{made.markdown()}\n\n{provenance(data)}")
+            write_between_markers(marker, f"{made.markdown()}\n\n{provenance(data, marker)}")
     if write_docs:
         drawing.save(draw(data), IMAGE)
 

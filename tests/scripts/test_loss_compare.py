@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,7 +268,7 @@ ARMS = {
 
 @pytest.mark.parametrize("change", [*pretrain_arm.CHANGES, *pretrain_arm.SKIPPED])
 def test_a_changed_arm_converts_and_trains(change):
-    recipe, skip, _ = pretrain_arm.arm_of(f"tensorwise+{change}")
+    recipe, skip, *_ = pretrain_arm.arm_of(f"tensorwise+{change}")
     assert recipe is not None
     assert recipe != f8sub.get_recipe("tensorwise") or skip
     model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([Block() for _ in range(16)])})})
@@ -326,7 +327,33 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def test_an_arm_attends_in_float8():
     arm = pretrain_arm.arm_of("rowwise+attention_forward_in_float8")
-    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16")
+    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False)
+
+
+def test_an_arm_codes_gradients_as_the_wire_does():
+    assert pretrain_arm.arm_of("tensorwise+gradients_in_float8").codes_gradients
+    parameter = nn.Parameter(torch.zeros(3, 100))
+    gradient = torch.randn(3, 100) * torch.logspace(-20, 20, 100)
+    parameter.grad = gradient.clone()
+    pretrain_arm.code_gradient(parameter)
+    flat, found = gradient.double().flatten(), []
+    for block in flat.split(128):
+        # The smallest power of two with which the largest element is at most 416.
+        power = 2.0 ** math.ceil(math.log2(block.abs().max() / 416))
+        exact = block / power
+        step = torch.frexp(exact)[1].clamp(min=-5) - 4
+        found.append(torch.ldexp(torch.ldexp(exact, -step).round(), step) * power)
+    assert torch.equal(parameter.grad.double().flatten(), torch.cat(found))
+
+
+def test_an_arm_converts_experts_as_the_settings_say(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(f8sub, "convert_to_float8", lambda model, **how: asked.update(how))
+    settings = SimpleNamespace(
+        float8=SimpleNamespace(skip=(), experts=True), training=SimpleNamespace(local_batch_size=2, seq_len=8)
+    )
+    pretrain_arm.convert(pretrain_arm.arm_of("tensorwise"), nn.Linear(1, 1), settings)
+    assert asked["experts"] is True
 
 
 def test_an_unknown_change_is_an_error():
@@ -345,8 +372,10 @@ def test_the_tables_of_120m_hold_what_the_runs_say():
     widths = loss_120m.half_widths({"one": [1.0, 3.0], "other": [0.0, 0.0, 0.0]})
     # The pooled variance is 2 / 3, with 3 degrees of freedom.
     assert widths["one"] == pytest.approx(3.18245 * math.sqrt(2 / 3 / 2), rel=1e-5)
-    pages = [(ROOT / "docs" / page).read_text() for page in ("numerics.md", "measurements/numerics.md")]
+    names = "numerics.md", "measurements/numerics.md", "measurements/experts.md"
+    pages = [(ROOT / "docs" / page).read_text() for page in names]
     for marker, table in loss_120m.tables(data).items():
-        assert f"<!-- begin {marker} -->\n{table.markdown()}\n\n{loss_120m.provenance(data)}\n" in "".join(
-            pages
+        assert (
+            f"<!-- begin {marker} -->\n{table.markdown()}\n\n{loss_120m.provenance(data, marker)}\n"
+            in "".join(pages)
         )

@@ -169,13 +169,13 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
     """Marker of the page -> table."""
     by_seed = ["gap by seed, %", "mean, 95 % interval"]
     trained = {
-        "arms": (data, NAMES),
-        "options": (data["options"], OPTIONS),
-        "experts": (data["experts"], EXPERTS),
+        "loss_120m_arms": (data, NAMES),
+        "loss_120m_options": (data["options"], OPTIONS),
+        "loss_120m_experts": (data["experts"], EXPERTS),
     }
     found = {
-        f"loss_120m_{key}": Table(key, ["trained", *by_seed], rows(shared_gaps(runs, names), names))
-        for key, (runs, names) in trained.items()
+        marker: Table(marker, ["trained", *by_seed], rows(shared_gaps(runs, names), names))
+        for marker, (runs, names) in trained.items()
     }
     forwards = rows(forward_gaps(data), FORWARDS)
     found["loss_120m_forwards"] = Table("forwards", ["rounded to float8", *by_seed], forwards)

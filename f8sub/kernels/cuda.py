@@ -118,15 +118,13 @@ def quantize_again(
 
     Nothing else is asked: what was prepared for a tensor of this kind holds for the next one. Formats go by name.
     """
-    return prepared.run((rowwise, columnwise), (x, amax)) if support.takes(x) else None
+    return prepared.run((rowwise, columnwise), (x, amax))
 
 
 def derive_again(
     codes: torch.Tensor, scale_inv: torch.Tensor, rowwise: str, columnwise: str
 ) -> list[torch.Tensor] | None:
     """Data and scales of the columnwise operand, by launches that ``derive_columnwise`` prepared, or None."""
-    if not support.takes(codes):
-        return None
     return prepared.run(("derived", rowwise, columnwise), (codes, scale_inv))
 
 

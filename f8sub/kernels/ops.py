@@ -79,16 +79,17 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
 
 def _flat(made: list[torch.Tensor], *formats: str | None) -> list[torch.Tensor]:
     """Results of kernels as an operator's: each has memory of its own already, and scales of blocks become flat."""
-    for index, format in enumerate(_formats(formats)):
-        if _has_blocks(format):
-            data, scale_inv = made[2 * index : 2 * index + 2]
-            made[2 * index + 1] = flat(Operand(data, scale_inv, format))
+    for index, format in _with_blocks(formats):
+        data, scale_inv = made[2 * index : 2 * index + 2]
+        made[2 * index + 1] = flat(Operand(data, scale_inv, format))
     return made
 
 
 @functools.cache
-def _formats(names: tuple[str | None, ...]) -> tuple[Float8Format, ...]:
-    return tuple(Float8Format.parse(name) for name in names if name is not None)
+def _with_blocks(names: tuple[str | None, ...]) -> tuple[tuple[int, Float8Format], ...]:
+    """Return which of an operator's operands have scales of blocks, with their formats."""
+    formats = [Float8Format.parse(name) for name in names if name is not None]
+    return tuple((index, format) for index, format in enumerate(formats) if _has_blocks(format))
 
 
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:

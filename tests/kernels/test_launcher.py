@@ -211,7 +211,8 @@ def roles(tensors: dict[str, torch.Tensor]) -> list[list[Any]]:
             return role_at(value.data_ptr(), lambda: not value.any())
         if isinstance(value, Address):
             return role_at(value, lambda: value.element == 0)
-        return "profiler" if type(value).__name__ == "LazyDict" else value
+        # Where no hook is set, launches that were prepared tell hooks nothing.
+        return None if type(value).__name__ in ("LazyDict", "HookChain") else value
 
     return [[kernel, *map(role, arguments)] for kernel, arguments in _taken()]
 
@@ -436,6 +437,32 @@ def crowded() -> None:
 
 def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):
     fresh_process(crowded)
+
+
+def watched() -> None:
+    """A prepared launch, before a profiler sets a hook and after; the launcher is handed the chain of hooks."""
+    from triton import knobs
+
+    from f8sub.kernels import cuda
+
+    interpreted.take_any_device()
+    x = torch.zeros(128, 128, dtype=torch.bfloat16)
+    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        for _ in range(3):
+            cuda.quantize(x, VECTORS, None)
+        assert not {"LazyDict", "HookChain"} & {type(value).__name__ for value in _taken()[-1][1]}
+        hook = print
+        chain.add(hook)
+        cuda.quantize(x, VECTORS, None)
+        ((_, arguments),) = _taken()
+        (told,) = (value.data for value in arguments if type(value).__name__ == "LazyDict")
+        assert told["stream"] == arguments[3]
+        assert [chain] == [value for value in arguments if getattr(value, "calls", None)]
+        chain.remove(hook)
+
+
+def test_hooks_are_told_of_prepared_launches(fresh_process):
+    fresh_process(watched)
 
 
 def squared() -> None:

@@ -13,7 +13,8 @@ import torch
 
 from f8sub.kernels.triton import prepared
 from f8sub.kernels.triton.support import ALIGNMENT
-from f8sub.kernels.triton.triton_compat import INTERPRETED, PINNED, CompiledKernel, driver
+from f8sub.kernels.triton.triton_compat import INTERPRETED, PINNED, CompiledKernel, driver, launcher
+from f8sub.torch_compat import cuda_device
 
 MOST = 4096
 """Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""
@@ -153,26 +154,27 @@ def run(
 def _prepare(made: Launches, given: Sequence[torch.Tensor | None]) -> prepared.PreparedLaunches | None:
     """Prepare launches for calls like this one; None where one reads a tensor that ``make`` derived, as a copy."""
     tensors = [*given, *made.results, *made.scratch]
-    runners = []
+    launches = []
     for launch in made.launches:
-        values: list[Any] = [launch.arguments[name] for name in launch.kernel.arg_names]
-        arguments = []
-        for place, value in enumerate(values):
+        arguments: list[Any] = []
+        for value in [launch.arguments[name] for name in launch.kernel.arg_names]:
             descriptor = value if hasattr(value, "block_shape") else None
             tensor = value if descriptor is None else value.base
-            if isinstance(tensor, torch.Tensor):
-                found = _found(tensor, tensors)
-                if found is None or (descriptor is not None and found[1:] != (0, tensor.dtype)):
-                    return None
-                kept = None if descriptor is None else prepared.of_another(descriptor, None)
-                arguments.append(prepared.Argument(place, *found[:2], kept))
-                # No tensor of this call is kept: each call hands in its own.
-                values[place] = None
+            if not isinstance(tensor, torch.Tensor):
+                arguments.append(value)
+                continue
+            found = _found(tensor, tensors)
+            if found is None or (descriptor is not None and found[1:] != (0, tensor.dtype)):
+                return None
+            # No tensor of this call is kept: each call hands in its own.
+            kept = None if descriptor is None else prepared.of_another(descriptor, None)
+            arguments.append(prepared.Argument(*found[:2], kept))
         if launch.compiled is None:
             raise RuntimeError(f"{launch.kernel} was not compiled")
-        runners.append((launch.compiled[launch.programs, 1, 1], values, arguments))
-    asked = prepared.Driver(driver.active.get_current_device, driver.active.get_current_stream)
-    return prepared.PreparedLaunches(made.results, made.scratch, runners, asked)
+        launches.append((launcher(launch.compiled, launch.programs), arguments))
+    current = cuda_device if made.results[0].is_cuda else driver.active.get_current_device
+    asked = prepared.Driver(current, driver.active.get_current_stream)
+    return prepared.PreparedLaunches(len(given), made.results, made.scratch, launches, asked)
 
 
 def _found(

@@ -7,6 +7,8 @@ call looks its kind up, allocates results, and launches.
 No kernel is imported here: an operator that looks for prepared launches runs where triton is not installed.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +24,14 @@ MOST = 4096
 class Argument(NamedTuple):
     """A tensor among a launch's arguments: which of a call's, from which byte on; a descriptor without its tensor."""
 
-    place: int
     number: int
     offset: int
     descriptor: Any
+
+    @property
+    def is_address(self) -> bool:
+        """True where the launch is handed the tensor's own address."""
+        return self.offset == 0 and self.descriptor is None
 
 
 class Driver(NamedTuple):
@@ -36,13 +42,25 @@ class Driver(NamedTuple):
 
 
 class PreparedLaunches:
-    """Holds compiled kernels, and which of a call's tensors is which of their arguments."""
+    """Holds compiled kernels, and which of a call's tensors is which of their arguments.
+
+    A call puts into one list all that its launches are handed, and each launch picks its arguments from there: the
+    addresses of the given tensors, the results and scratch memory; what follows from those; and constants.
+
+    Args:
+        given: how many tensors a call is given.
+        results: what the launches fill.
+        scratch: flat tensors that are zero before the first launch.
+        launches: each takes a stream and its arguments. Arguments that are tensors are each an ``Argument`` here.
+        driver: of the GPU.
+    """
 
     def __init__(
         self,
+        given: int,
         results: Sequence[torch.Tensor],
         scratch: Sequence[torch.Tensor],
-        runners: list[tuple[Any, list[Any], list[Argument]]],
+        launches: Sequence[tuple[Callable[[Any, Sequence[Any]], None], Sequence[Any]]],
         driver: Driver,
     ) -> None:
         self.device = results[0].device
@@ -50,28 +68,41 @@ class PreparedLaunches:
         # Tuples: torch.Size is none to what allocates.
         self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.scratch = [(t.shape, t.dtype) for t in scratch]
-        self.runners = runners
         self.driver = driver
         self.empty = empty_strided(self.device)
+        values = [value for _, arguments in launches for value in arguments]
+        self.derived = [value for value in values if type(value) is Argument and not value.is_address]
+        self.constants = [value for value in values if type(value) is not Argument]
+        first = given + len(results) + len(scratch)
+        of_derived, of_constants = itertools.count(first), itertools.count(first + len(self.derived))
+
+        def place(value: Any) -> int:
+            if type(value) is not Argument:
+                return next(of_constants)
+            return value.number if value.is_address else next(of_derived)
+
+        self.runners = [(launch, operator.itemgetter(*map(place, arguments))) for launch, arguments in launches]
 
     def run(self, given: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> list[torch.Tensor]:
         """Fill new results; the current device is that of the tensors."""
         empty = self.empty
         results = [empty(*each) for each in self.results]
         # Numbers, not tensors: of each tensor Triton asks the driver whether a GPU may read it.
-        pointers = [*addresses, *[tensor.data_ptr() for tensor in results]]
-        scratch = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self.scratch]
-        pointers += [tensor.data_ptr() for tensor in scratch]
+        handed: list[Any] = [*addresses, *[tensor.data_ptr() for tensor in results]]
+        scratch: list[torch.Tensor] = []
+        if self.scratch:
+            scratch = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in self.scratch]
+            handed += [tensor.data_ptr() for tensor in scratch]
+        if self.derived:
+            tensors = [*given, *results, *scratch]
+            handed += [
+                handed[number] + offset if descriptor is None else of_another(descriptor, tensors[number])
+                for number, offset, descriptor in self.derived
+            ]
+        handed += self.constants
         stream = self.driver.current_stream(self.index)
-        for runner, values, arguments in self.runners:
-            # Several threads may run it at once, such as autograd's.
-            handed = values.copy()
-            for place, number, offset, descriptor in arguments:
-                if descriptor is None:
-                    handed[place] = pointers[number] + offset
-                else:
-                    handed[place] = of_another(descriptor, [*given, *results, *scratch][number])
-            runner(*handed, stream=stream)
+        for launch, arguments in self.runners:
+            launch(stream, arguments(handed))
         return results
 
 
@@ -90,8 +121,10 @@ def keep(key: Hashable, launches: PreparedLaunches | None) -> None:
 def run(kind: Hashable, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
     """The results of the launches that ``launch.run`` prepared for a kind; None where it has not, or elsewhere.
 
-    The tensors are on one GPU, plain, and not empty. Elsewhere is where that GPU is not the current device.
+    Elsewhere is where the tensors' GPU is not the current device, and where they are traced or of a subclass.
     """
+    if type(given[0]) is not torch.Tensor or torch.compiler.is_compiling():
+        return None
     key, addresses = key_of(kind, given)
     found = cache.get(key)
     if found is None or found.driver.current_device() != found.index:
@@ -112,9 +145,16 @@ def key_of(kind: Hashable, given: Sequence[torch.Tensor | None]) -> tuple[Hashab
             addresses.append(0)
             continue
         address = tensor.data_ptr()
-        key += tensor.shape, tensor.stride(), tensor.dtype, address % ALIGNMENT, tensor.get_device()
         # One argument stands for a tensor that is given twice.
-        key.append(addresses.index(address) if address in addresses else -1)
+        twin = addresses.index(address) if address in addresses else -1
+        key += (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            address % ALIGNMENT,
+            tensor.get_device(),
+            twin,
+        )
         addresses.append(address)
     return tuple(key), addresses
 

@@ -6,6 +6,7 @@ before anything needs it.
 """
 
 import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
@@ -42,9 +43,12 @@ driver = _name("triton.runtime", "driver")
 CompiledKernel = _name("triton.compiler", "CompiledKernel")
 """``compiled[programs, 1, 1](*arguments, stream=stream)`` launches it without Triton's own look at the arguments."""
 
+knobs = _name("triton.knobs", "runtime")
+"""Has the hooks that profilers set; each is a chain of functions, a function, or None."""
+
 TensorDescriptor = _name("triton.tools.tensor_descriptor", "TensorDescriptor")
 
-INTERPRETED = bool(getattr(_name("triton.knobs", "runtime"), "interpret", False))
+INTERPRETED = bool(getattr(knobs, "interpret", False))
 """Whether Triton's interpreter runs the kernels, which cannot run PTX."""
 
 gluon = _name("triton.experimental.gluon")
@@ -64,6 +68,24 @@ load_block = _name(f"{_HOPPER}.tma", "async_load", "async_copy_global_to_shared"
 load_pointers = _name(_ASYNC_COPY, "async_load", "async_copy_global_to_shared")
 """Load what pointers point to into shared memory, by the threads of the warp."""
 arrive_when_loaded = _name(_ASYNC_COPY, "mbarrier_arrive")
+
+
+def launcher(compiled: Any, programs: int) -> Callable[[Any, Sequence[Any]], None]:
+    """Return ``compiled[programs, 1, 1]`` that takes a stream and a list of arguments.
+
+    Where no hook is set it leaves out what Triton tells hooks, as the code that Inductor generates does.
+    """
+    watched, run = compiled[programs, 1, 1], compiled.run
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def launch(stream: Any, arguments: Sequence[Any]) -> None:
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            watched(*arguments, stream=stream)
+        else:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
 
 
 def why_not() -> str | None:

@@ -819,6 +819,38 @@ def constant_result(function: Function) -> Function:
     return function
 
 
+def call_directly(operator: str, functions: str) -> None:
+    """Have the code that Inductor generates call an operator's function, past the dispatcher.
+
+    Where Inductor (2.11 to 2.15) has no such registry any more, and in graphs within graphs, it is called as any other.
+
+    Args:
+        operator: "f8sub.quantize.default"; it changes no argument, which Inductor would write in another way.
+        functions: the dotted path of a dict of such functions, by operator.
+    """
+    try:
+        registry: Any = _at("torch._inductor.codegen.custom_extern_kernel_codegen")
+        graph: Any = _at("torch._inductor.virtualized.V")
+        wrapper_class: Any = _at("torch._inductor.codegen.wrapper.PythonWrapperCodegen")
+        entry, registered = registry.CustomCodegen, registry.CUSTOM_EXTERN_KERNEL_CODEGEN
+    except (AttributeError, ImportError):
+        return
+    name, callee = f"torch.ops.{operator}", operator.replace(".", "_")
+    module, _, attribute = functions.rpartition(".")
+    # Code that is kept on disk may meet a version of f8sub that has no such function.
+    known = f"getattr(__import__({module!r}, fromlist=['']), {attribute!r}, {{}})"
+
+    def write(node: Any, writeline: Callable[[str], None]) -> None:
+        wrapper = graph.graph.wrapper_code
+        is_usual = type(wrapper) is wrapper_class
+        if is_usual:
+            wrapper.add_import_once(f"{callee} = {known}.get({operator!r}) or {name}")
+        arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = {callee if is_usual else name}({arguments})")
+
+    registered[name] = entry(python=write)
+
+
 def change_and_restore(function: Callable[..., Any], *args: Any) -> Any:
     """Call, while dynamo traces, what writes to an object from before, and is undone before the trace is done.
 

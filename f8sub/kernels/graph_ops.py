@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8sub.torch_compat import (
     COMPILATION,
     SelectiveCheckpoint,
+    call_directly,
     constant_result,
     dispatch_modes,
     require,
@@ -20,6 +21,9 @@ from f8sub.torch_compat import (
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _in_graphs: list[Callable[..., Any]] = []
+
+direct: dict[str, Callable[..., Any]] = {}
+"""Functions of operators that change no argument, by the operators' names: Inductor's code calls them by themselves."""
 
 
 def in_graph(function: Function) -> Function:
@@ -38,7 +42,14 @@ def enter_graph_functions() -> None:
     require(COMPILATION)
     while _in_graphs:
         torch.compiler.allow_in_graph(_in_graphs.pop())
+    _call_directly(len(direct))
     _tag_autograd_functions()
+
+
+@functools.cache
+def _call_directly(known: int) -> None:
+    for operator in direct:
+        call_directly(operator, f"{__name__}.direct")
 
 
 @functools.cache

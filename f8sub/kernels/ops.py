@@ -20,7 +20,7 @@ from torch.fx.traceback import get_current_meta
 from f8sub.formats import ALL, Float8Format, Operand, present
 from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
-from f8sub.kernels.graph_ops import enter_graph_functions, in_graph, policies
+from f8sub.kernels.graph_ops import direct, enter_graph_functions, in_graph, policies
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
     Groups,
@@ -42,13 +42,15 @@ def operator(
     """``f8sub::NAME``, which changes no argument but those that ``mutates`` names, for all devices.
 
     Defined in the library itself: ``torch.library.custom_op`` wraps a call in what costs the host three times as much
-    as the dispatcher.
+    as the dispatcher. In code that Inductor generates the function is called by itself, unless it mutates.
     """
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)
     made: Callable[..., Any] = getattr(torch.ops.f8sub, name).default
+    if not mutates:
+        direct[str(made)] = function
     return made
 
 

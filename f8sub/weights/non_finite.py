@@ -3,6 +3,8 @@
 SkippedSteps knows whether steps of a conversion's weights are skipped where a gradient is not finite.
 """
 
+import contextlib
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,7 @@ import torch
 from f8sub.capture import current_capture, host_copy, is_capturing
 from f8sub.errors import Float8NumericsError
 from f8sub.host_copy import HostCopy, constant
+from f8sub.torch_compat import no_torch_dispatch
 from f8sub.weights.amax_table import bad_weights
 from f8sub.weights.conversion import Conversion, Guest
 from f8sub.weights.master_weight import MasterWeight, State
@@ -60,8 +63,9 @@ class HeldWeights(Guest):
         """
         conversion = self._conversion()
         records = [] if conversion is None else conversion.unsharded
-        weights = (record.parameter for record in records)
-        capturing = any(weight is not None and is_capturing(weight) for weight in weights)
+        weights = [weight for record in records if (weight := record.parameter) is not None]
+        # Whether a stream is captured does not hang on which of a device's weights asks.
+        capturing = any(map(is_capturing, {weight.device: weight for weight in weights}.values()))
         if not records or (capturing and current_capture() is None):
             return
         bad = set() if capturing else self._bad()
@@ -93,10 +97,10 @@ class HeldWeights(Guest):
         """Return the names of the weights that the looks so far found not to be finite."""
         bad = set()
         for weights, copy in self._looks:
-            for (reference, state), is_finite in zip(weights, copy.read().tolist(), strict=True):
+            for (reference, state), amax in zip(weights, copy.read().tolist(), strict=True):
                 if (record := reference()) is None:
                     continue
-                if is_finite:
+                if math.isfinite(amax):
                     self._finite[record] = state
                 else:
                     bad.add(record.fqn)
@@ -107,29 +111,40 @@ class HeldWeights(Guest):
         """Look at the weights that may have changed since they were found to be finite."""
         on_device = defaultdict(list)
         for record in records:
-            if (master := self._changed(record)) is not None:
-                on_device[master.device].append((record, master))
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for changed in on_device.values():
-                weights = [(weakref.ref(record), master.state) for record, master in changed]
-                finite = weight_amaxes([master for _, master in changed]).isfinite()
-                self._looks.append((weights, host_copy(finite)))
+            if (changed := self._changed(record)) is not None:
+                on_device[changed[0].device].append((record, *changed))
+        # Whoever looks at many weights is called with gradients, and in inference mode.
+        inference = torch.is_inference_mode_enabled()
+        with (
+            torch.inference_mode(mode=False) if inference else contextlib.nullcontext(),
+            torch.no_grad(),
+        ):
+            for some in on_device.values():
+                weights = [(weakref.ref(record), state) for record, _, state in some]
+                # Amaxes, not whether they are finite: the host finds that with fewer launches.
+                self._looks.append((weights, host_copy(weight_amaxes([master for _, master, _ in some]))))
 
     def skip(self, records: Iterable[WeightRecord]) -> None:
         """Leave out weights, as they are now, that another guest has just looked at."""
         for record in records:
-            if (master := self._changed(record)) is not None:
-                self._finite[record] = master.state
+            if (changed := self._changed(record)) is not None:
+                self._finite[record] = changed[1]
 
-    def _changed(self, record: WeightRecord) -> MasterWeight | None:
+    def _changed(self, record: WeightRecord) -> tuple[MasterWeight, State] | None:
+        """Return a weight, and its state, that is not known to be finite as it is now."""
         weight = record.parameter
         master = None if weight is None else master_of(local_tensor(weight))
         # A fake or a meta weight has no values.
         if master is None or master.is_meta or master._traced is not None:
             return None
+        state = master.state
+        # The usual case, right after an optimizer step.
+        if self._finite.get(record) != state:
+            return master, state
         # Writes that bypass dispatch, by a graph's replay or through a state dict's view, leave ``state`` as it is.
         seen = master.owns_storage and not master.cell.replayed
-        return None if seen and self._finite.get(record) == master.state else master
+        # That a state dict's view is gone counts as a change.
+        return None if seen and master.state == state else (master, master.state)
 
 
 def _raise(bad: set[str]) -> None:
@@ -139,16 +154,27 @@ def _raise(bad: set[str]) -> None:
 
 def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest magnitude of each weight, (len(weights),), float32; 0 if empty, infinity or NaN as is."""
-    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
-    filled = [row for row, weight in enumerate(plain) if weight.numel()]
-    amaxes = torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
-    if filled:
-        norms = _largest_of_each([plain[row] for row in filled])
-        amaxes.index_copy_(0, constant(amaxes.device, filled), torch.stack([norm.float() for norm in norms]))
-    return amaxes
+    filled = [row for row, weight in enumerate(weights) if weight.numel()]
+    if not filled:
+        return torch.zeros(len(weights), dtype=torch.float32, device=weights[0].device)
+    if all(isinstance(weight, MasterWeight) for weight in weights):
+        # Below dispatch they are ordinary tensors, none of which has to be created.
+        with no_torch_dispatch(), torch.no_grad():
+            norms = _largest_of_each([weights[row] for row in filled])
+    else:
+        norms = _largest_of_each([_plain(weights[row]) for row in filled])
+    found = torch.stack(norms).float()
+    if len(filled) == len(weights):
+        return found
+    amaxes = torch.zeros(len(weights), dtype=torch.float32, device=found.device)
+    return amaxes.index_copy_(0, constant(amaxes.device, filled), found)
 
 
-def _largest_of_each(weights: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.plain if isinstance(weight, MasterWeight) else weight.detach()
+
+
+def _largest_of_each(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     if weights[0].is_cpu and sum(weight.numel() for weight in weights) > FEW * len(weights):
         return [torch.maximum(high, -low) for low, high in map(torch.aminmax, weights)]
-    return torch._foreach_norm(weights, torch.inf)
+    return list(torch._foreach_norm(weights, torch.inf))

@@ -81,7 +81,9 @@ class PreparedLaunches:
                 return next(of_constants)
             return value.number if value.is_address else next(of_derived)
 
-        self.runners = [(launch, operator.itemgetter(*map(place, arguments))) for launch, arguments in launches]
+        self.runners = [
+            (launch, operator.itemgetter(*map(place, arguments))) for launch, arguments in launches
+        ]
 
     def run(self, given: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> list[torch.Tensor]:
         """Fill new results; the current device is that of the tensors."""

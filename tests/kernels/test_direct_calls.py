@@ -1,0 +1,56 @@
+"""Operators whose functions Inductor's code calls without the dispatcher."""
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import f8sub
+from f8sub.kernels import graph_ops
+from tests.data_sets import gaussian, generator
+from tests.models import equal
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def run(model: nn.Module) -> list[torch.Tensor]:
+    x = gaussian((16, 32), generator(1)).requires_grad_()
+    y = model(x)
+    y.backward(gaussian((16, 48), generator(2)))
+    return [y.detach(), x.grad]
+
+
+def calls() -> tuple[list[list[torch.Tensor]], list[str]]:
+    """Results of an eager and of a compiled layer, and what the compiled one's code calls in forward and backward.
+
+    The products are the reference's, which are operators too.
+    """
+    layers = [nn.Sequential(nn.Linear(32, 48)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    eager, compiled = (
+        f8sub.convert_to_float8(each, recipe="blockwise", backend="reference") for each in layers
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, code = run_and_get_code(run, torch.compile(compiled, fullgraph=True))
+    lines = [line for each in code for line in each.splitlines() if line.startswith("    ") and " = " in line]
+    return [found, run(eager)], [line.split(" = ")[1] for line in lines]
+
+
+def test_generated_code_calls_functions():
+    results, called = calls()
+    assert equal(*results)
+    assert sum(line.startswith("f8sub_") for line in called) >= 5
+    assert not any(line.startswith("torch.ops.f8sub") for line in called)
+
+
+def test_a_function_that_this_version_has_not_is_called_as_an_operator(monkeypatch):
+    """As code that Inductor kept on disk would."""
+    monkeypatch.setattr(graph_ops, "direct", {})
+    results, _ = calls()
+    assert equal(*results)
+
+
+def test_functions_that_change_arguments_are_called_as_operators():
+    names = [name.split(".")[1] for name in graph_ops.direct]
+    assert "quantize" in names
+    assert not any(getattr(torch.ops.f8sub, name).default._schema.is_mutable for name in names)

@@ -20,6 +20,7 @@ from f8sub import Operand
 from f8sub.kernels import cuda, ops, scales
 from f8sub.kernels.gemm import blockwise
 from f8sub.kernels.gemm.tuning import Rows
+from f8sub.kernels.graph_ops import direct
 from f8sub.kernels.grouped import gemm
 from f8sub.kernels.triton import quantize_launch, support
 from f8sub.kernels.triton.launch import Launch
@@ -61,7 +62,7 @@ def cases() -> dict[str, Callable[[], object]]:
         amax = scales.amax(x, formats[0].tile) if formats[0].tile.is_whole else None
         names = (format.name for format in formats)
         found[f"{name}: the same, as compiled code calls it"] = functools.partial(
-            ops.quantize_as_one_node, x, amax, *names
+            direct[str(ops.quantize_as_one_node)], x, amax, *names
         )
         found[f"{name}: launches alone, {len(launches)}"] = functools.partial(by_us, launches)
         found[f"{name}: the same, by Triton"] = functools.partial(by_triton, launches)
@@ -69,7 +70,7 @@ def cases() -> dict[str, Callable[[], object]]:
     tensorwise = cuda.quantize(x, f8sub.get_recipe("tensorwise").fprop.a, None)[0]
     a, b = (cuda.quantize(x, format, None)[0] for format in (spec.a, spec.b))
     found["derive columnwise codes, as compiled code calls it"] = functools.partial(
-        ops.derive_columnwise, *tensorwise.tensors, x, tensorwise.format.name, tensorwise.format.name
+        direct[str(ops.derive_columnwise)], *tensorwise.tensors, x, *2 * [tensorwise.format.name]
     )
     found["transpose codes"] = functools.partial(cuda.transpose, a.data)
     found["multiply, blockwise"] = functools.partial(multiply, a, b)

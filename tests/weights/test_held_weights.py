@@ -100,6 +100,17 @@ def test_a_weight_that_does_not_change_is_looked_at_once(monkeypatch):
     assert looked == [3, 1]
 
 
+def test_a_view_that_wrote_unseen_and_is_gone():
+    model = stack()
+    held = model.state_dict()
+    assert [error_of(model) for _ in range(2)] == ["", ""]
+    held["layers.1.weight"].numpy()[3, 5] = torch.nan  # which counts no version
+    del held
+    messages = [error_of(model) for _ in range(2)]
+    assert messages[0] == ""
+    assert "layers.1 (" in messages[1]
+
+
 def test_nothing_is_told_nor_looked_at_while_a_graph_is_captured(monkeypatch):
     """What was found before is told by the first call after that."""
     model = stack()

@@ -81,6 +81,7 @@ CONVERSION = Need(
         "torch._C._disabled_torch_function_impl": "",
         "torch._C._dynamo.guards._empty_strided_cpu": "",
         "torch._C._dynamo.guards._empty_strided_cuda": "",
+        "torch._C._dynamo.guards._reinterpret_tensor": "",
         "torch._C._len_torch_dispatch_stack": "",
         "torch._C._storage_Use_Count": "",
         "torch._C._will_engine_execute_node": "",
@@ -335,6 +336,7 @@ is_to_be_executed = _private("torch._C._will_engine_execute_node")
 preserve_version_counter = _private("torch.autograd.grad_mode._unsafe_preserve_version_counter")
 _empty_strided_cpu = _private("torch._C._dynamo.guards._empty_strided_cpu")
 _empty_strided_cuda = _private("torch._C._dynamo.guards._empty_strided_cuda")
+_reinterpret_tensor = _private("torch._C._dynamo.guards._reinterpret_tensor")
 dispatch_modes = _private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 return_and_correct_aliasing = _private("torch.utils._python_dispatch.return_and_correct_aliasing")
 tree_flatten = _private("torch.utils._pytree.tree_flatten")
@@ -758,6 +760,15 @@ def empty_strided(
     It is what Inductor's code calls, and takes the host two thirds of the time of the public function.
     """
     found: Callable[..., torch.Tensor] = _empty_strided_cuda if device.type == "cuda" else _empty_strided_cpu
+    return found
+
+
+def in_one_line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor that fills its memory, (numel,), in the order in which they lie there.
+
+    By what Inductor's code calls for views, which autograd does not see.
+    """
+    found: torch.Tensor = _reinterpret_tensor(tensor, (tensor.numel(),), (1,), 0)
     return found
 
 

@@ -32,6 +32,7 @@ from f8sub.kernels.grouped.operands import (
 from f8sub.kernels.grouped.operands import empty_scale_inv as empty_scale_inv_of_groups
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
+from f8sub.torch_compat import in_one_line
 
 _library = torch.library.Library("f8sub", "DEF")
 
@@ -81,17 +82,16 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
 
 def _flat(made: list[torch.Tensor], *formats: str | None) -> list[torch.Tensor]:
     """Results of kernels as an operator's: each has memory of its own already, and scales of blocks become flat."""
-    for index, format in _with_blocks(formats):
-        data, scale_inv = made[2 * index : 2 * index + 2]
-        made[2 * index + 1] = flat(Operand(data, scale_inv, format))
+    for index in _scales_of_blocks(formats):
+        made[index] = in_one_line(made[index])
     return made
 
 
 @functools.cache
-def _with_blocks(names: tuple[str | None, ...]) -> tuple[tuple[int, Float8Format], ...]:
-    """Return which of an operator's operands have scales of blocks, with their formats."""
+def _scales_of_blocks(names: tuple[str | None, ...]) -> tuple[int, ...]:
+    """Return which of an operator's results are scales of blocks."""
     formats = [Float8Format.parse(name) for name in names if name is not None]
-    return tuple((index, format) for index, format in enumerate(formats) if _has_blocks(format))
+    return tuple(2 * index + 1 for index, format in enumerate(formats) if _has_blocks(format))
 
 
 def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: int) -> Operand:

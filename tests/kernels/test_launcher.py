@@ -439,6 +439,29 @@ def test_kinds_that_come_once_displace_none_that_is_kept(fresh_process):
     fresh_process(crowded)
 
 
+def as_operators() -> None:
+    """Scales of blocks have one dimension, in the memory that the kernel fills."""
+    import f8sub
+    from f8sub.kernels import ops
+
+    interpreted.take_any_device()
+    x = torch.zeros(384, 256, dtype=torch.bfloat16)
+    for recipe in map(f8sub.get_recipe, ("blockwise", "gridquant")):
+        names = recipe.fprop.a.name, recipe.wgrad.b.name
+        found = []
+        for _ in range(3):
+            made = ops.quantize_as_one_node(x, None, *names)
+            found.append([(t.shape, t.stride(), t.dtype) for t in made])
+        assert found[0] == found[1] == found[2]
+        assert [t.dim() for t in made] == [2, 1, 2, 1]
+        _, arguments = _taken()[-1]
+        assert {t.data_ptr() for t in made} <= {value for value in arguments if isinstance(value, int)}
+
+
+def test_results_of_operators_lie_as_those_that_were_worked_out(fresh_process):
+    fresh_process(as_operators)
+
+
 def watched() -> None:
     """A prepared launch, before a profiler sets a hook and after; the launcher is handed the chain of hooks."""
     from triton import knobs

@@ -841,9 +841,10 @@ def call_directly(operator: str, functions: str) -> None:
     """
     try:
         registry: Any = _at("torch._inductor.codegen.custom_extern_kernel_codegen")
+        wrapper_module: Any = _at("torch._inductor.codegen.wrapper")
         graph: Any = _at("torch._inductor.virtualized.V")
-        wrapper_class: Any = _at("torch._inductor.codegen.wrapper.PythonWrapperCodegen")
         entry, registered = registry.CustomCodegen, registry.CUSTOM_EXTERN_KERNEL_CODEGEN
+        wrapper_class, line_of = wrapper_module.PythonWrapperCodegen, wrapper_module.ExternKernelAllocLine
     except (AttributeError, ImportError):
         return
     name, callee = f"torch.ops.{operator}", operator.replace(".", "_")
@@ -851,13 +852,14 @@ def call_directly(operator: str, functions: str) -> None:
     # Code that is kept on disk may meet a version of f8sub that has no such function.
     known = f"getattr(__import__({module!r}, fromlist=['']), {attribute!r}, {{}})"
 
-    def write(node: Any, writeline: Callable[[str], None]) -> None:
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = graph.graph.wrapper_code
-        is_usual = type(wrapper) is wrapper_class
-        if is_usual:
-            wrapper.add_import_once(f"{callee} = {known}.get({operator!r}) or {name}")
+        if type(wrapper) is not wrapper_class:
+            writeline(line_of(wrapper, node))
+            return
+        wrapper.add_import_once(f"{callee} = {known}.get({operator!r}) or {name}")
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
-        writeline(f"{node.get_name()} = {callee if is_usual else name}({arguments})")
+        writeline(f"{node.get_name()} = {callee}({arguments})")
 
     registered[name] = entry(python=write)
 

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _in_graphs: list[Callable[..., Any]] = []
 
 direct: dict[str, Callable[..., Any]] = {}
-"""Functions of operators that change no argument, by the operators' names: Inductor's code calls them by themselves."""
+"""Functions of operators, by the operators' names: Inductor's code looks for them here."""
 
 
 def in_graph(function: Function) -> Function:
@@ -34,6 +34,11 @@ def in_graph(function: Function) -> Function:
     # Entered in dynamo later, because that imports ``torch._dynamo``.
     _in_graphs.append(function)
     return function
+
+
+def call_directly_in_graphs(operator: str, function: Callable[..., Any]) -> None:
+    """Have Inductor's code call an operator's function, once ``enter_graph_functions`` ran; it changes no argument."""
+    direct[operator] = function
 
 
 @constant_result

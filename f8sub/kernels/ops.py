@@ -20,7 +20,12 @@ from torch.fx.traceback import get_current_meta
 from f8sub.formats import ALL, Float8Format, Operand, present
 from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
-from f8sub.kernels.graph_ops import direct, enter_graph_functions, in_graph, policies
+from f8sub.kernels.graph_ops import (
+    call_directly_in_graphs,
+    enter_graph_functions,
+    in_graph,
+    policies,
+)
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
     Groups,
@@ -32,7 +37,7 @@ from f8sub.kernels.grouped.operands import (
 from f8sub.kernels.grouped.operands import empty_scale_inv as empty_scale_inv_of_groups
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
-from f8sub.torch_compat import in_one_line
+from f8sub.kernels.triton import prepared
 
 _library = torch.library.Library("f8sub", "DEF")
 
@@ -51,7 +56,7 @@ def operator(
     torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)
     made: Callable[..., Any] = getattr(torch.ops.f8sub, name).default
     if not mutates:
-        direct[str(made)] = function
+        call_directly_in_graphs(str(made), function)
     return made
 
 
@@ -82,9 +87,7 @@ def _as_list(made: Iterable[Operand]) -> list[torch.Tensor]:
 
 def _flat(made: list[torch.Tensor], *formats: str | None) -> list[torch.Tensor]:
     """Results of kernels as an operator's: each has memory of its own already, and scales of blocks become flat."""
-    for index in _scales_of_blocks(formats):
-        made[index] = in_one_line(made[index])
-    return made
+    return prepared.flatten(made, _scales_of_blocks(formats))
 
 
 @functools.cache

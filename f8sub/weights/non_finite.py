@@ -15,7 +15,6 @@ import torch
 from f8sub.capture import current_capture, host_copy, is_capturing
 from f8sub.errors import Float8NumericsError
 from f8sub.host_copy import HostCopy, constant
-from f8sub.torch_compat import no_torch_dispatch
 from f8sub.weights.amax_table import bad_weights
 from f8sub.weights.conversion import Conversion, Guest
 from f8sub.weights.master_weight import MasterWeight, State
@@ -154,24 +153,15 @@ def _raise(bad: set[str]) -> None:
 
 def weight_amaxes(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the largest magnitude of each weight, (len(weights),), float32; 0 if empty, infinity or NaN as is."""
-    filled = [row for row, weight in enumerate(weights) if weight.numel()]
+    plain = [weight.plain if isinstance(weight, MasterWeight) else weight.detach() for weight in weights]
+    filled = [row for row, weight in enumerate(plain) if weight.numel()]
     if not filled:
-        return torch.zeros(len(weights), dtype=torch.float32, device=weights[0].device)
-    if all(isinstance(weight, MasterWeight) for weight in weights):
-        # Below dispatch they are ordinary tensors, none of which has to be created.
-        with no_torch_dispatch(), torch.no_grad():
-            norms = _largest_of_each([weights[row] for row in filled])
-    else:
-        norms = _largest_of_each([_plain(weights[row]) for row in filled])
-    found = torch.stack(norms).float()
-    if len(filled) == len(weights):
+        return torch.zeros(len(plain), dtype=torch.float32, device=plain[0].device)
+    found = torch.stack(_largest_of_each([plain[row] for row in filled])).float()
+    if len(filled) == len(plain):
         return found
-    amaxes = torch.zeros(len(weights), dtype=torch.float32, device=found.device)
+    amaxes = torch.zeros(len(plain), dtype=torch.float32, device=found.device)
     return amaxes.index_copy_(0, constant(amaxes.device, filled), found)
-
-
-def _plain(weight: torch.Tensor) -> torch.Tensor:
-    return weight.plain if isinstance(weight, MasterWeight) else weight.detach()
 
 
 def _largest_of_each(weights: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ import torch
 from f8sub.kernels.triton import prepared
 from f8sub.kernels.triton.support import ALIGNMENT
 from f8sub.kernels.triton.triton_compat import INTERPRETED, PINNED, CompiledKernel, driver, launcher
-from f8sub.torch_compat import cuda_device
 
 MOST = 4096
 """Kernels that are kept; then all of them are forgotten, and Triton's own cache is asked again."""
@@ -172,8 +171,7 @@ def _prepare(made: Launches, given: Sequence[torch.Tensor | None]) -> prepared.P
         if launch.compiled is None:
             raise RuntimeError(f"{launch.kernel} was not compiled")
         launches.append((launcher(launch.compiled, launch.programs), arguments))
-    current = cuda_device if made.results[0].is_cuda else driver.active.get_current_device
-    asked = prepared.Driver(current, driver.active.get_current_stream)
+    asked = prepared.Driver(driver.active.get_current_device, driver.active.get_current_stream)
     return prepared.PreparedLaunches(len(given), made.results, made.scratch, launches, asked)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.kernels.triton.support import ALIGNMENT
-from f8sub.torch_compat import empty_strided
+from f8sub.torch_compat import cuda_device, empty_strided, in_one_line
 
 MOST = 4096
 """Kinds that are prepared; then all of them are forgotten."""
@@ -68,7 +68,8 @@ class PreparedLaunches:
         # Tuples: torch.Size is none to what allocates.
         self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.scratch = [(t.shape, t.dtype) for t in scratch]
-        self.driver = driver
+        self.current_device = cuda_device if self.device.type == "cuda" else driver.current_device
+        self.current_stream = driver.current_stream
         self.empty = empty_strided(self.device)
         values = [value for _, arguments in launches for value in arguments]
         self.derived = [value for value in values if type(value) is Argument and not value.is_address]
@@ -102,7 +103,7 @@ class PreparedLaunches:
                 for number, offset, descriptor in self.derived
             ]
         handed += self.constants
-        stream = self.driver.current_stream(self.index)
+        stream = self.current_stream(self.index)
         for launch, arguments in self.runners:
             launch(stream, arguments(handed))
         return results
@@ -129,7 +130,7 @@ def run(kind: Hashable, given: Sequence[torch.Tensor | None]) -> list[torch.Tens
         return None
     key, addresses = key_of(kind, given)
     found = cache.get(key)
-    if found is None or found.driver.current_device() != found.index:
+    if found is None or found.current_device() != found.index:
         return None
     return found.run(given, addresses)
 
@@ -159,6 +160,13 @@ def key_of(kind: Hashable, given: Sequence[torch.Tensor | None]) -> tuple[Hashab
         )
         addresses.append(address)
     return tuple(key), addresses
+
+
+def flatten(results: list[torch.Tensor], which: Sequence[int]) -> list[torch.Tensor]:
+    """Give some results one dimension, in which their elements lie as they do in memory."""
+    for index in which:
+        results[index] = in_one_line(results[index])
+    return results
 
 
 def of_another(descriptor: Any, tensor: torch.Tensor | None) -> Any:

@@ -45,6 +45,7 @@ def test_generated_code_calls_functions():
 
 def test_a_function_that_this_version_has_not_is_called_as_an_operator(monkeypatch):
     """As code that Inductor kept on disk would."""
+    graph_ops.enter_graph_functions()
     monkeypatch.setattr(graph_ops, "direct", {})
     results, _ = calls()
     assert equal(*results)

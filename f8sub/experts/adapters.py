@@ -15,6 +15,7 @@ is every weight while ``torch.compile`` traces a function alone, where no weight
 """
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -332,16 +333,17 @@ _stand_ins = _StandIns()
 def _named_like(*shape: int) -> str:
     """The attribute of ``_stand_ins`` for weights of a shape."""
     # Sorted shapes, because the weight may be handed over transposed.
-    found = [
-        module
-        for module in _modules
-        if any(
-            sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:])
-            for name in module._f8sub.weights
-        )
-    ]
+    found, plans = _told_apart(
+        lambda: [
+            module
+            for module in _modules
+            if any(
+                sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:])
+                for name in module._f8sub.weights
+            )
+        ]
+    )
     fqns = ", ".join(sorted({module._f8sub.fqn for module in found}))
-    plans = {module._f8sub.plan for module in found}
     name = f"{fqns} by {sorted(plan.key for plan in plans)} of {shape}"
     if not hasattr(_stand_ins, name):
         why_not = (
@@ -354,9 +356,18 @@ def _named_like(*shape: int) -> str:
     return name
 
 
+def _told_apart(find: Callable[[], list[Any]]) -> tuple[list[Any], set[Any]]:
+    """Return the modules that ``find`` finds, and their plans; modules that nobody has any more do not count."""
+    if len({module._f8sub.plan for module in find()}) > 1:
+        # A module that is gone lives on in a cycle, such as its hooks', until the next collection.
+        gc.collect()
+    modules = find()
+    return modules, {module._f8sub.plan for module in modules}
+
+
 def _owner_of_copy(weight: torch.Tensor) -> Any:
-    owners = list(_copied.get((weight.shape, weight.dtype), ()))
-    if len({module._f8sub.plan for module in owners}) > 1:
+    owners, plans = _told_apart(lambda: list(_copied.get((weight.shape, weight.dtype), ())))
+    if len(plans) > 1:
         raise Float8ConfigError(
             f"{', '.join(sorted(module._f8sub.fqn for module in owners))}: activation checkpointing repeats a product "
             f"in backward whose weight is a copy of {tuple(weight.shape)}, and modules of several recipes multiply by "

@@ -55,7 +55,12 @@ class Guest:
     """Takes part in what the weights of a conversion do together; a subclass overrides what it needs.
 
     ``before_state_dict``, ``loaded``, ``stepped``, ``precompute`` are called once ``Conversion.counts_steps`` is True.
+
+    Attributes:
+        raised: whether it raised Float8NumericsError, and what it told of was not found to be finite since.
     """
+
+    raised: bool = False
 
     def __init__(self, conversion: "Conversion") -> None:
         """Begin with a conversion that has no weights yet."""
@@ -316,6 +321,11 @@ class Conversion:
             exchange.before_capture()
         for guest in self.guests:
             guest.before_capture()
+
+    @property
+    def raised(self) -> bool:
+        """True from a Float8NumericsError on, until what it told of is found to be finite."""
+        return any(part.raised for part in (*self.exchanges.values(), *self.guests))
 
     def settle(self) -> None:
         """Have guests finish what a state dict holds, which is about to be taken or loaded."""

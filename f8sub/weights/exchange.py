@@ -73,7 +73,8 @@ _NEVER = -1
 class Exchange:
     """Reduces the amaxes of the weights that the same ranks shard; see the module's docstring for when.
 
-    ``generation`` is the number of reductions whose scales are in place.
+    ``generation`` is the number of reductions whose scales are in place. ``raised`` is true from an error about NaN or
+    infinity until a reduction finds none.
     """
 
     def __init__(self, conversion: "Conversion", layout: ShardLayout) -> None:
@@ -104,7 +105,7 @@ class Exchange:
         self._written: tuple[torch.cuda.Event, bool] | None = None
         self._findings: list[Findings] = []
         # The last reduction met NaN or infinity, and an error said so: the next one is read at once.
-        self._raised = False
+        self.raised = False
 
     def set_records(self, records: Sequence[WeightRecord]) -> None:
         """Lay out the table for these weights: shards of one rule side by side, in the same order on every rank."""
@@ -277,12 +278,12 @@ class Exchange:
         self.settle()
         if report:
             error = self._error(None)
-            if error is not None or self._raised:
+            if error is not None or self.raised:
                 # A caller that caught the error may have repaired the weights since, which these amaxes show.
                 self._reduce(with_regions)
                 self.settle()
                 now = self._error(None)
-                self._raised = now is not None
+                self.raised = now is not None
                 if (error := error or now) is not None:
                     raise error
                 return
@@ -347,6 +348,7 @@ class Exchange:
     def _report(self, end: int | None) -> None:
         """Raise the error of reductions before ``end``, if there is one."""
         if (error := self._error(end)) is not None:
+            self.raised = self.gathers  # or no reduction of weights follows that would tell
             raise error
 
     def gather_input(self, shard: Shard, source: Weight) -> tuple[torch.Tensor, str | None]:

@@ -49,7 +49,7 @@ class HeldWeights(Guest):
         self._conversion = weakref.ref(conversion)
         self._finite: weakref.WeakKeyDictionary[WeightRecord, State] = weakref.WeakKeyDictionary()
         self._looks: list[tuple[list[tuple[weakref.ref[WeightRecord], State]], HostCopy]] = []
-        self._raised = False
+        self.raised = False
 
     def requested(self) -> None:
         """Report what the call before found, and look at the weights that changed since.
@@ -69,9 +69,9 @@ class HeldWeights(Guest):
             return
         bad = set() if capturing else self._bad()
         self._look(records)
-        if bad or (self._raised and not capturing):
+        if bad or (self.raised and not capturing):
             now = self._bad()
-            self._raised = bool(now)
+            self.raised = bool(now)
             _raise(bad | now)
         if (capture := current_capture()) is not None:
             # A replay writes to the same host memory, so the same looks are due again after each.
@@ -87,10 +87,12 @@ class HeldWeights(Guest):
     def look_again(self) -> None:
         """Have the next call look at all weights and report at once: another guest reported some of them."""
         self._finite.clear()
-        self._raised = True
+        self.raised = True
 
     def _report(self) -> None:
-        _raise(self._bad())
+        if bad := self._bad():
+            self.raised = True
+            _raise(bad)
 
     def _bad(self) -> set[str]:
         """Return the names of the weights that the looks so far found not to be finite."""

@@ -356,7 +356,7 @@ def test_dropout():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_nan_is_told(recipe):
-    """Of weights, by the call after the next one: the host is one step ahead, as with launched steps."""
+    """Of weights, by the call after the next one and by each later one: the host is one step ahead."""
 
     for launched in (False, True):
         model = on_gpu(recipe)
@@ -364,8 +364,15 @@ def test_nan_is_told(recipe):
         with torch.no_grad():
             model.blocks[0].q.weight[0, 0] = torch.nan
         made.go(1)
-        with pytest.raises(f8sub.Float8NumericsError, match=r"blocks\.0\.q"):
-            made.go(1)
+        for _ in range(3):
+            with pytest.raises(f8sub.Float8NumericsError, match=r"blocks\.0\.q"):
+                made.go(1)
+        made.restore()
+        for state in made.optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+        made.go(3)
+        assert made.how[-3:] == ["launched"] * 3 if launched else ["launched", "replayed", "replayed"]
 
 
 def test_a_monitor_samples_launched_steps():

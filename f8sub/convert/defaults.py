@@ -155,7 +155,7 @@ def default_reasons(
         )
         if rule := next(taken_by, None):
             found[fqn] = rule.reason
-    heads = set(_declared_heads(modules))
+    heads = {*_declared_heads(modules), *_of_vocabularies(modules, linears)}
     return found | {fqn: HEAD for fqn, linear in linears.items() if linear in heads and fqn not in found}
 
 
@@ -170,6 +170,39 @@ def _declared_heads(modules: Mapping[str, torch.nn.Module]) -> Iterator[torch.nn
             continue
         if isinstance(head, torch.nn.Module):
             yield from head.modules()
+
+
+def _of_vocabularies(
+    modules: Mapping[str, torch.nn.Module], linears: Mapping[str, torch.nn.Linear]
+) -> Iterator[torch.nn.Linear]:
+    """Yield the linear layers that make as many features as a vocabulary has, which no other linear layer takes.
+
+    The configurations around a layer tell the sizes of vocabularies. Layers of numbered blocks are hidden ones.
+    """
+    taken = {linear.in_features for linear in linears.values()}
+    sizes = {fqn: _vocabularies(module) for fqn, module in modules.items() if hasattr(module, "config")}
+    for fqn, linear in linears.items():
+        around = (size for name, size in sizes.items() if not name or fqn.startswith(f"{name}."))
+        in_block = any(segment.isdigit() for segment in fqn.split("."))
+        if not in_block and linear.out_features not in taken and any(linear.out_features in s for s in around):
+            yield linear
+
+
+def _vocabularies(module: torch.nn.Module) -> set[int]:
+    """Return the sizes of vocabularies that a module's configuration has, and those inside of it."""
+    found, left, seen = set(), [module.config], set()
+    while left:
+        config = left.pop()
+        if id(config) in seen or not hasattr(config, "__dict__"):
+            continue
+        seen.add(id(config))
+        for name, value in vars(config).items():
+            # Types of tokens are no outputs.
+            if isinstance(value, int) and name.endswith("vocab_size") and name != "type_vocab_size":
+                found.add(value)
+            elif name.endswith("config"):
+                left.append(value)
+    return found
 
 
 def too_small(linears: Mapping[str, torch.nn.Linear], min_dim: int | None) -> dict[str, str]:

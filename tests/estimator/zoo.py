@@ -152,7 +152,7 @@ MANY = (
 """61 model types: dense ones, mixtures, state spaces, hybrids, encoders, images."""
 
 
-def _names(cls: type) -> dict[str, Any]:
+def names_of(cls: type) -> dict[str, Any]:
     """The arguments of a configuration's class and their defaults."""
     if dataclasses.is_dataclass(cls):
         found = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -163,7 +163,7 @@ def _names(cls: type) -> dict[str, Any]:
 
 def small(cls: Any, **others: Any) -> Any:
     """A configuration of that class with all sizes small."""
-    names, aliases = _names(cls), getattr(cls, "attribute_map", {})
+    names, aliases = names_of(cls), getattr(cls, "attribute_map", {})
     given = {
         name: size
         for name, size in SIZES.items()

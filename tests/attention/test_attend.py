@@ -5,6 +5,7 @@ import functools
 import io
 import re
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from f8sub.attention.state import CHILD
 from f8sub.convert.attention import attention_modules
 from tests.attention.models import Attention, Block, blocks, gradients, same, tokens
 from tests.budgets import decibels
+from tests.selection import long_but
 
 in_float8 = functools.partial(f8sub.attend_in_float8, backend="reference", min_length=0)
 
@@ -211,8 +213,10 @@ def test_lengths_that_cudnn_multiplies_wrongly():
     assert cudnn.why_not_lengths(1000, 40, "bf16") is None
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "checkpointed"),
+    long_but([("aot_eager", True), ("inductor", False)], product(["aot_eager", "inductor"], [False, True])),
+)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(backend, checkpointed):
     eager, compiled = (blocks() for _ in range(2))

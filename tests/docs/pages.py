@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -133,6 +134,20 @@ def run(example: Example) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(example.source, example.where, "exec"), {"__name__": "__main__"})
     check_output(example, printed.getvalue())
+
+
+def printed_as_script(rank: int, world: int, example: Example, folder: Path) -> str:
+    """What an example prints that starts a process group, on a rank that has one, in place of torchrun's process."""
+    of_torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.chdir(folder),
+        mock.patch.dict(os.environ, of_torchrun),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        exec(compile(example.source, example.where, "exec"), {"__name__": "__main__"})
+    dist.barrier()
+    return printed.getvalue()
 
 
 def run_on_rank(rank: int, world: int, example: Example) -> None:

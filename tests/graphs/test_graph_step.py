@@ -341,8 +341,7 @@ def told_of_nan(model: nn.Module, before: int, rank: int = 0) -> str:
             step(*batch_of(index, rank))
             found += step.how[0]
         except f8sub.Float8NumericsError as error:
-            assert "blocks.0.q" in str(error)
-            found += "t"
+            found += "t" if "blocks.0.q" in str(error) else "other"
     return found
 
 

@@ -28,8 +28,10 @@ CASES = (
 
 
 def _in_a_process() -> Iterator[Callable[..., Any]]:
-    """One of its own: Triton has one driver a process."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _start) as pool:
+    """One of its own: Triton has one driver a process. It is forked from one that has imported what all need."""
+    forks = get_context("forkserver")
+    forks.set_forkserver_preload([__name__, "scripts.bench.no_gpu", "tests.kernels.compiled.cases"])
+    with ProcessPoolExecutor(1, forks, _start) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from f8sub_pretrain.model import SIZES
 from f8sub_pretrain.settings import Settings, parse
 from pretrain import StopRequest, Trainer
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +14,8 @@ QUICK = (
     "--training.steps 4 --training.seq_len 32 --training.local_batch_size 2 --eval.interval 0 "
     "--metrics.tensorboard false --training.device cpu"
 )
+BLOCKS = 2
+"""Of the models that are trained here, half of what the debug sizes have."""
 
 
 def quick_settings(folder: Path, options: str = "") -> Settings:
@@ -29,6 +32,7 @@ def changed(settings: Settings, section: str, **values: Any) -> Settings:
 
 def trainer(world: int, settings: Settings, title: str = "test") -> Trainer:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    SIZES[settings.model.size] = {**SIZES[settings.model.size], "num_hidden_layers": BLOCKS}  # in this rank
     return Trainer(settings, mesh, StopRequest(), title)
 
 

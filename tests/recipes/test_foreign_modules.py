@@ -66,6 +66,7 @@ def test_the_trainer_starts(foreign):
     assert "--float8.recipe" in python(foreign, RECIPES / "pretrain.py", "--help")
 
 
+@pytest.mark.long
 def test_tables_find_the_parts_of_the_trainer(foreign):
     users = [
         path.stem

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 import f8sub
 from f8sub.__main__ import main
-from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
+from tests.recipes.runs import BLOCKS, changed, losses, quick_settings, records, train, trainer
 from tests.recipes.test_pretrain_settings import toml
 from tests.recipes.test_pretrain_training import GRADIENTS
 
@@ -29,7 +29,7 @@ def test_a_mixture_of_experts(ranks, tmp_path):
 @pytest.mark.parametrize(("asked", "backward"), [("float8", "e4m3"), ("float8_forward", "bf16")])
 def test_attention_in_float8_is_asked_for(ranks, tmp_path, asked, backward):
     settings = quick_settings(tmp_path, f"--training.steps 2 --float8.attention {asked}")
-    assert ranks(2, attention_of, settings) == [[backward] * 4] * 2
+    assert ranks(2, attention_of, settings) == [[backward] * BLOCKS] * 2
 
 
 def test_attention_in_float8_goes_on_from_a_run_without(ranks, tmp_path):
@@ -65,7 +65,7 @@ def test_gradients_in_float8_are_monitored(ranks, tmp_path):
     ranks(2, train, settings)
     rows = [row for row in read_metrics(tmp_path / "numerics.jsonl") if row["role"] == "gradient"]
     assert sorted({row["step"] for row in rows}) == [1, 3]
-    assert {row["layer"] for row in rows} == {"(root)", *(f"model.layers.{i}" for i in range(4))}
+    assert {row["layer"] for row in rows} == {"(root)", *(f"model.layers.{i}" for i in range(BLOCKS))}
     assert (tmp_path / "numerics_gradient.png").exists()
 
 
@@ -81,7 +81,7 @@ def test_a_monitor_measures_and_changes_nothing(ranks, tmp_path):
     assert counted[0] == counted[1]
     rows = read_metrics(tmp_path / "watched" / "numerics.jsonl")
     assert sorted({row["step"] for row in rows}) == [1, 3]
-    assert len(rows) == 2 * 3 * 28
+    assert len(rows) == 2 * 3 * 7 * BLOCKS
     assert {row["role"] for row in rows} == {"x", "w", "dy"}
     pictures = sorted(path.name for path in (tmp_path / "watched").glob("*.png"))
     assert pictures == ["numerics_dy.png", "numerics_w.png", "numerics_x.png"]
@@ -111,7 +111,7 @@ def test_f8sub_export_takes_a_checkpoint_as_it_is(ranks, tmp_path):
     assert all(torch.equal(own[k].view(torch.uint8), out[k].view(torch.uint8)) for k in own)
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.architectures == ["LlamaForCausalLM"]
-    assert config.num_hidden_layers == 4
+    assert config.num_hidden_layers == BLOCKS
 
 
 def train_and_save_float8(rank, world, settings, folder):

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
 from tests.models import equal, refusal
-from tests.recipes.runs import changed, losses, quick_settings, records, train, trainer
+from tests.recipes.runs import BLOCKS, changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
 from tests.wire import gathered_bytes
 
@@ -46,7 +46,7 @@ def test_weights_depend_on_the_seed_alone(ranks, tmp_path, size):
     float8 = quick_settings(tmp_path, options)
     one = ranks(1, full_weights, plain)[0]
     three = ranks(3, full_weights, float8)[0]
-    assert len(one) > 30
+    assert len(one) > 20
     for name, value in one.items():
         assert (value == three[name]).all(), name
     again = ranks(1, full_weights, changed(plain, "training", seed=1))[0]
@@ -68,7 +68,7 @@ def test_activation_checkpointing_changes_no_loss(ranks, tmp_path, size):
 def test_weights_and_buffers_are_those_of_transformers(ranks, tmp_path):
     found = ranks(2, full_weights, quick_settings(tmp_path, "--float8.enabled false"))[0]
     config = LlamaConfig(
-        **SIZES["debug"],
+        **{**SIZES["debug"], "num_hidden_layers": BLOCKS},
         vocab_size=272,
         max_position_embeddings=32,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},

@@ -1,6 +1,7 @@
 """The order of calls that torchtitan 0.3 has by default: forward and backward are a graph from the second step on."""
 
 import json
+from itertools import product
 
 import pytest
 
@@ -16,8 +17,6 @@ pytestmark = [
         reason="of torchtitan 0.3, here is 0.2: scripts/test_versions.sh has a row of each",
     ),
 ]
-RECIPES = long_but(("tensorwise", "delayed"), f8sub.recipe_names())
-
 
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 
@@ -30,8 +29,10 @@ def graphed(titan, assets, world: int, arguments: str) -> dict[str, object]:
     return titan(world, runs.train_graphed, arguments.split(), assets)[-1]
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["", "float8-gradients"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "gradients"),
+    long_but([("tensorwise", True), ("delayed", False)], product(f8sub.recipe_names(), [False, True])),
+)
 def test_losses_are_those_of_launched_steps(titan, train, assets, recipe, gradients):
     job = config(recipe_name=recipe, reduce_gradients_in_float8=gradients)
     found = graphed(titan, assets, 2, job)

@@ -4,9 +4,11 @@ What is expected is the same training with ``float8_all_gather=False``, in which
 together: the same bits, whoever stepped.
 """
 
+import datetime
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import f8sub
+from f8sub.weights import agreement
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard
 from tests.wire import Wire
@@ -73,9 +76,14 @@ def train(rank: int, of_one: Action, of_others: Action, **options) -> list[Any]:
     return [*results, *(p.full_tensor().detach() for p in model.parameters()), model]
 
 
+def impatient() -> Any:
+    """However long ranks wait for each other, results are the same."""
+    return mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=200))
+
+
 @pytest.mark.parametrize("name", ACTIONS)
 def test_training_goes_on(rank, world, name):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), impatient():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         *found, _ = train(rank, *ACTIONS[name])
         *expected, _ = train(rank, *ACTIONS[name], float8_all_gather=False)
@@ -85,7 +93,7 @@ def test_training_goes_on(rank, world, name):
 
 @pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "not gathered"])
 def test_histories_stay_alike_on_all_ranks(rank, world, gathers):
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), impatient():
         warnings.simplefilter("ignore", f8sub.Float8Warning)
         *found, model = train(rank, nothing, step, recipe="delayed", float8_all_gather=gathers)
     assert all(each.isfinite().all() for each in found)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import f8sub
-from f8sub.estimator.attention import gain_of_attention
+from f8sub.estimator.advice import gain_of_attention
 from f8sub.estimator.gpus import H100, H200
 
 

@@ -11,6 +11,7 @@ import pytest
 import f8sub
 from f8sub.integrations.torchtitan import layout
 from tests.docs.pages import ROOT
+from tests.selection import long_but
 
 STAND_IN = Path(__file__).with_name("after_0_3")
 
@@ -49,7 +50,9 @@ def test_a_torchtitan_that_is_laid_out_otherwise_is_told_when_a_name_is_asked_fo
         assert part in done.stderr
 
 
-@pytest.mark.parametrize("first", ["", "import torchtitan.config; "])
+@pytest.mark.parametrize(
+    "first", long_but(["import torchtitan.config; "], ["", "import torchtitan.config; "])
+)
 def test_what_is_not_where_it_was_is_told_when_it_is_asked_for_or_by_torchtitan_itself(tmp_path, first):
     stand_in = broken(tmp_path / "moved", "models/common/linear.py")
     done = python(

@@ -25,7 +25,7 @@ from tests.models import BF16, checkpointed, seed_weights, shard, transformer
 from tests.selection import long_but
 from tests.tensor_parallel.models import PLANS, WIDTH, FeedForward
 
-STEPS = 8
+STEPS = 6
 
 
 @pytest.fixture
@@ -81,7 +81,9 @@ def both(monkeypatch: pytest.MonkeyPatch, recipe: str | None, **how: Any) -> Any
     return step
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    "recipe", long_but((None, "blockwise", "mxfp8", "nvfp4", "delayed"), [None, *RECIPES])
+)
 def test_losses_and_weights_are_those_of_launched_steps(monkeypatch, recipe):
     step = both(monkeypatch, recipe)
     assert (step.how, step.why_launched) == ("replayed", None)

@@ -183,8 +183,9 @@ def _of_vocabularies(
     sizes = {fqn: _vocabularies(module) for fqn, module in modules.items() if hasattr(module, "config")}
     for fqn, linear in linears.items():
         around = (size for name, size in sizes.items() if not name or fqn.startswith(f"{name}."))
-        in_block = any(segment.isdigit() for segment in fqn.split("."))
-        if not in_block and linear.out_features not in taken and any(linear.out_features in s for s in around):
+        if linear.out_features in taken or any(segment.isdigit() for segment in fqn.split(".")):
+            continue
+        if any(linear.out_features in found for found in around):
             yield linear
 
 

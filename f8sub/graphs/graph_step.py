@@ -246,7 +246,9 @@ class GraphedStep:
             return reason
         if any(conversion.raised for conversion in self._conversions):
             # A replay tells one call later: it would train on in between.
-            return "the call before raised Float8NumericsError, and a launched step looks at the weights at once"
+            return (
+                "the call before raised Float8NumericsError, and a launched step looks at the weights at once"
+            )
         if graph is not None:
             if (difference := graph.dependencies.difference()) is not None:
                 self.close()

@@ -325,7 +325,7 @@ class Conversion:
     @property
     def raised(self) -> bool:
         """True from a Float8NumericsError on, until what it told of is found to be finite."""
-        return any(part.raised for part in (*self.exchanges.values(), *self.guests))
+        return any(e.raised for e in self.exchanges.values()) or any(guest.raised for guest in self.guests)
 
     def settle(self) -> None:
         """Have guests finish what a state dict holds, which is about to be taken or loaded."""

@@ -3,8 +3,16 @@
     torchrun --nproc-per-node 4 -m scripts.bench.graphed --tokens 2048 \
         bf16 f8sub.tensorwise f8sub.tensorwise+gradients torchao
 
-A model of transformers with random weights, its blocks compiled and sharded, AdamW in float32. Launched and replayed
-steps take turns in three rounds. Rank 0 prints a table, and JSON lines with ``--json``.
+A model of transformers with random weights, its blocks compiled and sharded; gradients are clipped and AdamW steps in
+float32, torch's fused kernel or ``f8sub.optim.fuse_step``. Attention is cuDNN's first in every arm, by
+``f8sub.prefer_cudnn_attention()`` around all of it; ``attention`` names the kernels that ran. Selective checkpointing
+saves what torchtitan's does in every arm: attention and every second product. Launched and replayed steps take turns
+in three rounds. Rank 0 prints JSON lines, and at the end a table with each arm over bf16; an arm with ``+fused`` is
+compared with ``bf16+fused`` where that ran, too.
+
+    torchrun --nproc-per-node 4 -m scripts.bench.graphed --tokens 8192 --ac selective \
+        bf16 bf16+fused f8sub f8sub+fused torchao f8sub+fused+gradients+swiglu+attention
+    torchrun --nproc-per-node 4 -m scripts.bench.graphed --tokens 8192 --accumulate 16 f8sub+fused
 """
 
 from __future__ import annotations
@@ -13,6 +21,7 @@ import argparse
 import gc
 import itertools
 import json
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -33,11 +43,20 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 import f8sub
+from scripts.table import Table
 
 ROUNDS = 3
+LIBRARIES = ("bf16", "f8sub", "torchao")
+EXTRAS = {
+    "fused": "clipping, AdamW and the new weights' amaxes in one pass: f8sub.optim.fuse_step",
+    "gradients": "gradients are reduced in float8",
+    "swiglu": "f8sub.keep_swiglu_input_in_float8",
+    "attention": "f8sub.attend_in_float8",
+    "experts": "experts are converted",
+}
+"""What follows an arm's library and recipe, after a plus sign."""
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256},
@@ -132,17 +151,29 @@ def parallelize(block: nn.Module, mesh: DeviceMesh, library: str) -> None:
     parallelize_module(block, mesh, plan)
 
 
+def parts_of_arm(arm: str) -> tuple[str, str, set[str]]:
+    """Library, recipe and extras of an arm's name.
+
+    Raises:
+        ValueError: no such library or extra.
+    """
+    name, *extras = arm.split("+")
+    library, _, recipe = name.partition(".")
+    if library not in LIBRARIES or not set(extras) <= set(EXTRAS):
+        raise ValueError(f"{arm}: arms are {', '.join(LIBRARIES)}, and after + {', '.join(EXTRAS)}")
+    return library, recipe or "tensorwise", set(extras)
+
+
 def prepared(
     arm: str, options: argparse.Namespace, device: torch.device
 ) -> tuple[nn.Module, Callable[[], None]]:
     """The sharded model of an arm, and what makes its scales where f8sub does not."""
     with device:
         model = made(options.model, options.layers, options.tokens)
-    name, *extras = arm.split("+")
-    library, _, recipe = name.partition(".")
+    library, recipe, extras = parts_of_arm(arm)
     scales: Callable[[], None] = lambda: None  # noqa: E731
     if library == "f8sub":
-        f8sub.convert_to_float8(model, recipe=recipe or "tensorwise", experts="experts" in extras)
+        f8sub.convert_to_float8(model, recipe=recipe, experts="experts" in extras)
     elif library == "torchao":
         from torchao.float8 import (
             Float8LinearConfig,
@@ -153,8 +184,12 @@ def prepared(
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: "head" not in fqn)
         scales = lambda: precompute_float8_dynamic_scale_for_fsdp(model)  # noqa: E731
+    if "swiglu" in extras:
+        f8sub.keep_swiglu_input_in_float8(model)
+    if "attention" in extras:
+        f8sub.attend_in_float8(model)
     mesh = init_device_mesh(
-        "cuda", (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("data", "tensor")
+        device.type, (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("data", "tensor")
     )
     if options.tp > 1:
         for block in model.layers:
@@ -166,40 +201,61 @@ def prepared(
         }
         parallelize_module(model, mesh["tensor"], ends)
     for index, block in enumerate(model.layers):
-        if "ac" in extras:
-            own = block.forward
-            block.forward = lambda *a, own=own, **k: checkpoint(own, *a, use_reentrant=False, **k)
-        if options.compile:
-            model.layers[index] = torch.compile(block, dynamic=False)
+        block = checkpointed(block, options.ac)
+        model.layers[index] = torch.compile(block, dynamic=False) if options.compile else block
     for part in (model.embed, *model.layers, model.head, model):
-        fully_shard(part, mp_policy=POLICY, mesh=mesh["data"])
+        fully_shard(part, mp_policy=POLICY, mesh=mesh["data"], reshard_after_forward=options.reshard)
     if "gradients" in extras:
         f8sub.reduce_gradients_in_float8(model)
     return model, scales
+
+
+def checkpointed(block: nn.Module, mode: str) -> nn.Module:
+    """The block with no, selective or full activation checkpointing."""
+    if mode == "none":
+        return block
+    # torchtitan's list has max, too: by it torchao's amaxes are saved.
+    policy = f8sub.checkpoint_policy("bf16", save=[torch.ops.aten.max.default])
+    return checkpoint_wrapper(block, **({"context_fn": policy} if mode == "selective" else {}))
 
 
 class Arm:
     """One library's training of the model, launched and replayed."""
 
     def __init__(self, arm: str, options: argparse.Namespace, device: torch.device) -> None:
-        self.model, scales = prepared(arm, options, device)
-        self._device, self._tokens = device, options.tokens
+        self.model, self._scales = prepared(arm, options, device)
+        self._max_norm, self._reshards = options.max_norm, options.reshard
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        loss_of = torch.compile(_loss, dynamic=False)
-
-        def forward_backward(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            scales()
-            loss = loss_of(self.model(ids), targets)
-            loss.backward()
-            return loss
-
-        self.launched = f8sub.graph_step(forward_backward, self.model, self._optimizer, warmup=10**9)
-        self.replayed = f8sub.graph_step(forward_backward, self.model, self._optimizer, warmup=3)
+        is_fused = "fused" in parts_of_arm(arm)[2]
+        self.fused = f8sub.optim.fuse_step(self._optimizer) if is_fused else None
+        self._loss_of = torch.compile(_loss, dynamic=False)
+        step = self._forward_backward
+        self.launched = f8sub.graph_step(step, self.model, self._optimizer, warmup=10**9)
+        self.replayed = f8sub.graph_step(step, self.model, self._optimizer, warmup=3)
         # Ranks of one tensor-parallel group read the same tokens.
         rng = torch.Generator(device=device).manual_seed(dist.get_rank() // options.tp)
-        size = (8, options.tokens + 1)
+        size = (8, options.accumulate, options.tokens + 1)
         self._batches = torch.randint(1000, size, device=device, generator=rng)
         self._next = 0
+
+    def _forward_backward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Accumulate the gradients of micro-batches, each a row of ``batch``, and clip them."""
+        self._scales()
+        total = torch.zeros((), device=batch.device)
+        model: Any = self.model
+        for index, row in enumerate(batch):
+            is_last = index == len(batch) - 1
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last or self._reshards)
+            loss = self._loss_of(model(row[None, :-1]), row[1:]) / len(batch)
+            loss.backward()
+            total += loss.detach()
+        if self._max_norm and self.fused is not None:
+            self.fused.clip_grad_norm_(self._max_norm)
+        elif self._max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), self._max_norm)
+        return total
 
     def steps(self, step: Any, count: int) -> dict[str, Any]:
         """Milliseconds of a step by events, of the host's part of it, and of a loop of all."""
@@ -213,7 +269,7 @@ class Arm:
             batch = self._batches[self._next % 8]
             self._next += 1
             start = time.perf_counter()
-            losses.append(step(batch[None, :-1], batch[1:]))
+            losses.append(step(batch))
             host.append(time.perf_counter() - start)
             event.record()
         torch.cuda.synchronize()
@@ -234,12 +290,18 @@ class Arm:
             "launched": [self.steps(self.launched, count)],
             "replayed": [],
         }
-        memory = {"launched": torch.cuda.max_memory_reserved()}
+        memory = {"launched": peaks()}
+        if self.fused is not None and self.fused.why_torch is not None:
+            raise RuntimeError(f"torch's kernels took the last step: {self.fused.why_torch}")
         begin = time.perf_counter()
-        self.steps(self.replayed, 4)
+        self.steps(self.replayed, 3)
+        # The allocator sees a captured step once, when it is captured.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.steps(self.replayed, 1)
         took = time.perf_counter() - begin
         found["replayed"].append(self.steps(self.replayed, count))
-        memory["replayed"] = torch.cuda.memory_reserved()
+        memory["replayed"] = peaks()
         if self.replayed.how != "replayed":
             raise RuntimeError(f"the last step was {self.replayed.how}: {self.replayed.why_launched}")
         for _ in range(ROUNDS - 1):
@@ -247,30 +309,71 @@ class Arm:
                 found[how].append(self.steps(step, count))
         arms = {"launched": self.launched, "replayed": self.replayed}
         return [
-            {
-                "how": how,
-                **summary(found[how]),
-                "over_busy": self.over_busy(step),
-                "gib": memory[how] / 2**30,
-                "s": took,
-            }
+            {"how": how, **summary(found[how]), **self.profiled(step), **memory[how], "s": took}
             for how, step in arms.items()
         ]
 
-    def over_busy(self, step: Any, count: int = 4) -> float:
-        """How long steps take over the time in which a kernel or a copy of theirs runs, communication too."""
+    def profiled(self, step: Any, count: int = 2) -> dict[str, Any]:
+        """How long steps take over the time in which a kernel or a copy of theirs runs, communication too.
+
+        And the kernels of attention.
+        """
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             self.steps(step, count)
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in profiler.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        )
+        events = [
+            event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        spans = sorted((event.time_range.start, event.time_range.end) for event in events)
         busy, until = 0.0, spans[0][0]
         for start, end in spans:
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
-        return float((until - spans[0][0]) / busy)
+        named = {event.name for event in events if re.search("flash|fmha|sdpa|attention", event.name, re.I)}
+        return {
+            "over_busy": float((until - spans[0][0]) / busy),
+            "attention": sorted(name[:60] for name in named),
+        }
+
+
+def peaks() -> dict[str, float]:
+    """The most memory that was active and reserved, in GiB."""
+    found = torch.cuda.memory_stats()
+    return {f"{kind}_gib": found[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("active", "reserved")}
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with tokens per second of a GPU, and speed and memory over the same row of bf16.
+
+    That is ``over_bf16``; ``over_bf16_fused`` is over bf16 with ``fuse_step``, of arms that have that.
+    """
+    of = {(row["arm"], row["how"]): row for row in rows if "loop_ms" in row}
+    found = []
+    for row in rows:
+        row = dict(row)
+        for name, column in (("bf16", "over_bf16"), ("bf16+fused", "over_bf16_fused")):
+            other = of.get((name, row["how"]))
+            if other is None or "loop_ms" not in row or ("fused" in column) > ("fused" in row["arm"]):
+                continue
+            row[column] = other["loop_ms"] / row["loop_ms"]
+            if name == "bf16":
+                for kind in ("active", "reserved"):
+                    row[f"{kind}_over_bf16"] = row[f"{kind}_gib"] / other[f"{kind}_gib"]
+        found.append(row)
+    return found
+
+
+COLUMNS = (
+    ("ms", "{loop_ms:.1f}"),
+    ("spread", "{spread_ms:.1f}"),
+    ("tokens/s a GPU", "{tokens_per_second:,.0f}"),
+    ("over bf16", "{over_bf16:.3f}"),
+    ("over bf16+fused", "{over_bf16_fused:.3f}"),
+    ("active GiB", "{active_gib:.1f}"),
+    ("over bf16", "{active_over_bf16:.3f}"),
+    ("reserved GiB", "{reserved_gib:.1f}"),
+    ("over bf16", "{reserved_over_bf16:.3f}"),
+    ("loss", "{loss:.4f}"),
+)
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -292,15 +395,27 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[0].float(), targets)
 
 
-def main() -> None:
-    """Run the arms one after another."""
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("arms", nargs="+", help="bf16 | f8sub[.RECIPE] | torchao, +gradients, +ac, +experts")
+    arms = "; ".join(f"+{name}: {what}" for name, what in EXTRAS.items())
+    parser.add_argument("arms", nargs="+", help=f"bf16 | f8sub[.RECIPE] | torchao, with {arms}")
     parser.add_argument("--model", choices=LAYERS, default="8b")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch of a rank, one sequence")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--ac", choices=("none", "selective", "full"), default="none")
+    parser.add_argument(
+        "--max-norm", type=float, default=1.0, help="gradients are clipped to it; 0: they are not"
+    )
+    parser.add_argument(
+        "--reshard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="gather the weights in each forward and backward; else once a step",
+    )
     parser.add_argument(
         "--tp", type=int, default=1, help="ranks that share each layer, by tokens between layers"
     )
@@ -310,31 +425,57 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.layers = options.layers or LAYERS[options.model]
+    for arm in options.arms:
+        try:
+            parts_of_arm(arm)
+        except ValueError as error:
+            parser.error(str(error))
+    return options
+
+
+def rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Figures of one arm, or why it failed."""
+    torch._dynamo.reset()
+    try:
+        run = Arm(arm, options, device)
+        rows = run.compared(options.steps)
+        run.replayed.close()
+        del run
+    except Exception as error:
+        rows = [{"how": "failed", "error": f"{type(error).__name__}: {error}"[:600]}]
+    gc.collect()
+    torch.cuda.empty_cache()
+    tokens = options.tokens * options.accumulate / options.tp
+    for row in rows:
+        if "loop_ms" in row:
+            row["tokens_per_second"] = 1e3 * tokens / row["loop_ms"]
+    shape = {name: getattr(options, name) for name in ("tokens", "layers", "accumulate", "ac", "reshard")}
+    return [{"arm": arm, **shape, **row} for row in rows]
+
+
+def main() -> None:
+    """Run the arms one after another."""
+    options = parsed()
     dist.init_process_group("nccl")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch._dynamo.config.recompile_limit = 64
     begin = time.perf_counter()
-    for arm in options.arms:
-        if time.perf_counter() - begin > options.seconds:
-            break
-        torch._dynamo.reset()
-        try:
-            run = Arm(arm, options, device)
-            rows = run.compared(options.steps)
-            run.replayed.close()
-            del run
-        except Exception as error:
-            rows = [{"how": "failed", "error": f"{type(error).__name__}: {error}"[:600]}]
-        gc.collect()
-        torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
-            for row in rows:
-                told = {"arm": arm, "tokens": options.tokens, "layers": options.layers, **row}
-                print(json.dumps(told), flush=True)
-                if options.json is not None:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(told) + "\n")
+    found: list[dict[str, Any]] = []
+    with f8sub.prefer_cudnn_attention():
+        for arm in options.arms:
+            if time.perf_counter() - begin > options.seconds:
+                break
+            rows = rows_of(arm, options, device)
+            found += rows
+            for row in rows if dist.get_rank() == 0 else ():
+                print(json.dumps(row), flush=True)
+    if dist.get_rank() == 0:
+        found = compared(found)
+        Table.of("", [(f"{row['arm']} {row['how']}", row) for row in found], COLUMNS).show()
+        if options.json is not None:
+            with options.json.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in found)
     dist.destroy_process_group()
 
 

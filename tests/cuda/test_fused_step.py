@@ -1,4 +1,4 @@
-"""fuse_step on a GPU: the bits of torch's fused AdamW; under FSDP2 and in a CUDA graph."""
+"""fuse_step on a GPU: the bits of torch's fused AdamW; under FSDP2. In a CUDA graph: test_graph_step.py."""
 
 import pytest
 import torch
@@ -9,13 +9,10 @@ from f8sub.optim import fuse_step
 from f8sub.weights.fused_step import total_norm
 from tests.cuda.test_graph_step import (
     STEPS,
-    Run,
     adamw,
-    assert_alike,
     batch_of,
     function_of,
     sharded_model,
-    two,
 )
 from tests.models import Stack, float8_layers, seed_weights, shard_of
 
@@ -58,34 +55,6 @@ def test_the_norm():
     right = sum(gradient.double().square().sum() for gradient in gradients).sqrt()
     found = total_norm(gradients)
     assert abs(found.double() - right) <= 2.0**-22 * right
-
-
-def clipped_run(rank: int, world: int, launched: bool) -> tuple[Run, str | None]:
-    model = sharded_model(rank, world, "tensorwise", "eager")
-    optimizer = adamw(model)
-    fused = fuse_step(optimizer)
-    usual = function_of(model, clip=False)
-
-    def forward_backward(*batch: torch.Tensor) -> torch.Tensor:
-        loss = usual(*batch)
-        fused.clip_grad_norm_(1.0)
-        return loss
-
-    run = Run(model, launched, rank, optimizer=optimizer, function=forward_backward).go()
-    run.step.close()
-    return run, fused.why_torch
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two)])
-def test_in_a_graph(ranks, world):
-    """Steps of replays are those of launched ones, bitwise."""
-    ranks(world, replays_are_launched_steps, gpus=True, timeout=240)
-
-
-def replays_are_launched_steps(rank: int, world: int) -> None:
-    (launched, why), (replayed, _) = (clipped_run(rank, world, launched) for launched in (True, False))
-    assert why is None
-    assert_alike(replayed, launched)
 
 
 def test_amaxes_of_sharded_weights(ranks):

@@ -195,6 +195,50 @@ def test_of_each_kind(ranks, recipe, kind):
     ranks(2, sharded, recipe, kind, gpus=True, timeout=240)
 
 
+def fused(rank: int, world: int, recipe: str | None, kind: str) -> None:
+    def run(launched: bool) -> Run:
+        model = transformer(None, spread=2.0).to(torch.bfloat16 if kind == "masters" else torch.float32)
+        if recipe is not None:
+            f8sub.convert_to_float8(model, recipe=recipe)
+        mesh = {}
+        if kind == "hsdp":
+            mesh["mesh"] = init_device_mesh("cuda", (world, 1), mesh_dim_names=("replicate", "shard"))
+        shard(model.cuda(), BF16, **mesh)
+        optimizer: Any = adamw(model)
+        if kind == "masters":
+            optimizer = f8sub.optim.MasterWeights(optimizer)
+        fused = f8sub.optim.fuse_step(optimizer)
+        usual = function_of(model, micro_batches=2 if kind == "micro-batches" else 1, clip=False)
+
+        def forward_backward(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            loss = usual(x.to(model.lm_head.weight.dtype), target)
+            fused.clip_grad_norm_(1.0)
+            return loss
+
+        def change(step: int) -> None:
+            assert fused.why_torch is None
+            optimizer.param_groups[0]["lr"] = 3e-3 / (1 + step)
+            if step == STEPS - 3:
+                with torch.no_grad():
+                    model.blocks[0].q.weight.mul_(3.0)
+
+        made = Run(model, launched, rank, optimizer=optimizer, function=forward_backward)
+        return made.go(before=change)
+
+    launched, replayed = run(True), run(False)
+    assert_alike(replayed, launched)
+    assert replayed.step.why_optimizer_launched is None
+    replayed.step.close()
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=two)])
+@pytest.mark.parametrize("kind", ["fused", "masters", "micro-batches", "hsdp"])
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "delayed"])
+def test_of_a_fused_step(ranks, world, recipe, kind):
+    """Clipped, stepped and with scales by one pass, at rates and of weights that change between steps."""
+    ranks(world, fused, recipe, kind, gpus=True, timeout=240)
+
+
 def test_a_rate_that_changes():
     def run(launched: bool) -> Run:
         made = Run(on_gpu("tensorwise"), launched)

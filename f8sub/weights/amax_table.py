@@ -1,6 +1,7 @@
 """AmaxTable: the amaxes of many weights side by side, for one all-reduce; their scales; and errors in them."""
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.capture import current_capture, host_copy, is_capturing
+from f8sub.capture import current_capture, host_copy
 from f8sub.errors import Float8NumericsError, Float8Warning
 from f8sub.host_copy import constant
 from f8sub.kernels.scales import PriorScale, scales_or_nan
@@ -78,7 +79,11 @@ class AmaxTable:
         self._runs = [list(run) for _, run in itertools.groupby(from_table, key=lambda s: s.rule)]
 
     def take_amaxes(self) -> None:
-        """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile."""
+        """Write the amaxes of this rank's shards as they are now; 0 where it has no part of a tile.
+
+        While a graph is captured those are not read that the last step found: each replay takes what the replay before
+        found, and a shard that was written to in between is read before it.
+        """
         # Zero is neutral in the all-reduce(MAX): a rank adds nothing to tiles that it holds no part of.
         self.amax.zero_()
         ways = self._ways_of(self._take_known())
@@ -86,15 +91,11 @@ class AmaxTable:
             for launch in ways.launches:
                 launch.run()
         if whole := [shard for shard in ways.tensorwise if shard.master.numel()]:
-            if raw := [shard for shard in whole if is_raw(shard.master)]:
-                raise written_raw(raw[0].fqn, raw[0].master.dtype)
-            with no_torch_dispatch():
-                amaxes = torch._foreach_norm([shard.master for shard in whole], torch.inf)
             # All weights have one amax: their entries are every _SLOT-th, and a strided write needs no index tensor.
             where: slice | torch.Tensor = slice(0, -1, _SLOT)
             if len(whole) * _SLOT != len(self.amax) - 1:
                 where = constant(self.amax.device, [int(s.scales.amax.storage_offset()) for s in whole])
-            self.amax[where] = torch.stack(amaxes).float()
+            self.amax[where] = _amaxes_of(whole)
         for shard in ways.apart:
             shard.write_amax()
         for shard in self.shards:
@@ -106,17 +107,31 @@ class AmaxTable:
 
     def _take_known(self) -> frozenset[Shard]:
         """Take the amaxes that the step found which wrote the shards; return the shards that are so still."""
-        # A replay would take those of the captured step, whatever was written since.
-        shards = [shard for shard in self.shards if shard.known is not None and not is_capturing(self.amax)]
-        found = {shard: known for shard in shards if (known := shard.amax_now) is not None}
-        of_tensors: dict[int, list[tuple[Shard, KnownAmax]]] = {}
-        for shard, known in found.items():
-            of_tensors.setdefault(id(known.amaxes), []).append((shard, known))
-        for some in of_tensors.values():
-            amaxes = some[0][1].amaxes
-            to = constant(self.amax.device, [int(shard.scales.amax.storage_offset()) for shard, _ in some])
-            self.amax[to] = amaxes[constant(amaxes.device, [known.entry for _, known in some])]
+        found, capture = self._known(), current_capture()
+        for some in _by_tensor(found):
+            to, entries = self._places_of(some)
+            self.amax[to] = next(iter(some.values())).amaxes[entries]
+            if capture is not None:
+                capture.keep(to, entries)
+                capture.before_replay(functools.partial(_read_what_changed, some))
         return frozenset(found)
+
+    def _known(self) -> dict[Shard, KnownAmax]:
+        """Return the shards whose amaxes the last step found, and nobody wrote to since."""
+        shards = [shard for shard in self.shards if shard.known is not None]
+        return {shard: known for shard in shards if (known := shard.amax_now) is not None}
+
+    def _places_of(self, known: Mapping[Shard, KnownAmax]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the entries of shards in the table, and in the tensor that has their amaxes; int64."""
+        to = constant(self.amax.device, [int(shard.scales.amax.storage_offset()) for shard in known])
+        return to, constant(self.amax.device, [each.entry for each in known.values()])
+
+    def before_capture(self) -> None:
+        """Send to the device what a captured ``take_amaxes`` reads there: a capture sends nothing."""
+        known = self._known()
+        self._ways_of(frozenset(known))
+        for some in _by_tensor(known):
+            self._places_of(some)
 
     def _ways_of(self, known: frozenset[Shard]) -> "_Ways":
         """Return how the amaxes of all shards are taken but those that are known; kept while the shards stay put."""
@@ -187,6 +202,36 @@ class AmaxTable:
                 # write would make backward raise.
                 with preserve_version_counter(entry):
                     entry.copy_(value)
+
+
+def _by_tensor(found: Mapping[Shard, KnownAmax]) -> list[dict[Shard, KnownAmax]]:
+    """Return the shards by the tensors that have their amaxes: those of one optimizer in each."""
+    of_tensors: dict[int, dict[Shard, KnownAmax]] = {}
+    for shard, known in found.items():
+        of_tensors.setdefault(id(known.amaxes), {})[shard] = known
+    return list(of_tensors.values())
+
+
+def _read_what_changed(taken: Mapping[Shard, KnownAmax]) -> None:
+    """Write the amaxes of shards that were written to since the last step to where the next replay takes them."""
+    changed = []
+    for shard, known in taken.items():
+        now = shard.amax_now
+        if now is None or now.amaxes is not known.amaxes or now.entry != known.entry:
+            changed.append(shard)
+    if changed:
+        amaxes = taken[changed[0]].amaxes
+        entries = constant(amaxes.device, [taken[shard].entry for shard in changed])
+        amaxes[entries] = _amaxes_of(changed).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _amaxes_of(shards: list[Shard]) -> torch.Tensor:
+    """Read the largest magnitude of each of some shards that have elements; float32, (len(shards),)."""
+    if raw := [shard for shard in shards if is_raw(shard.master)]:
+        raise written_raw(raw[0].fqn, raw[0].master.dtype)
+    with no_torch_dispatch():
+        amaxes = torch._foreach_norm([shard.master for shard in shards], torch.inf)
+    return torch.stack(amaxes).float()
 
 
 class Findings:

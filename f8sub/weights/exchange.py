@@ -228,6 +228,7 @@ class Exchange:
         """Finish what a graph could not wait for, and report what is known of the weights."""
         self.settle()
         self._report(None)
+        self.table.before_capture()
         self._written = None
 
     def _not_captured(self, changes: int, generation: int) -> None:

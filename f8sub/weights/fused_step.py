@@ -4,9 +4,11 @@ The step is taken by a hook that runs before torch's own, which then finds no gr
 it puts them back. So a scheduler, a checkpoint and other hooks see the user's optimizer, with torch's states.
 
 The amaxes go to the weights' shards, each with the state of the weight that it is of (``MasterWeight.state``). The next
-reduction takes one where the weight is still in that state, and reads the weight again where it is not.
+reduction takes one where the weight is still in that state, and reads the weight again where it is not. A captured step
+writes its amaxes where the reduction at the beginning of the next replay reads them, see ``AmaxTable.take_amaxes``.
 """
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from f8sub.capture import current_capture
 from f8sub.kernels.triton import adamw_launch
 from f8sub.kernels.triton.adamw_launch import Options, Scalars, Stepped
 from f8sub.torch_compat import is_dtensor, untraced
@@ -132,7 +135,15 @@ class FusedStep:
     def clip_by(self, norm: torch.Tensor, max_norm: float) -> None:
         """Have the next step clip by a norm, (), that covers more than its gradients, such as those of other stages."""
         # The very operators of torch.nn.utils.clip_grads_with_norm_, for the same bits.
-        self._clip = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+        clip = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
+        self._set_clip(clip)
+        if (capture := current_capture()) is not None:
+            # For a step that is launched after each replay; one in the graph forgets it below.
+            capture.before_replay(functools.partial(self._set_clip, clip))
+            capture.if_it_fails(functools.partial(self._set_clip, None))
+
+    def _set_clip(self, clip: torch.Tensor | None) -> None:
+        self._clip = clip
 
     @untraced
     @torch.no_grad()
@@ -162,7 +173,9 @@ class FusedStep:
 
     def _put_back(self) -> None:
         for parameter, gradient in self._hidden:
-            parameter.grad = gradient
+            # After a step that raised an error there may be another one by now.
+            if parameter.grad is None:
+                parameter.grad = gradient
         self._hidden = []
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> "tuple[list[_Group], dict[int, Shard]] | str":
@@ -189,7 +202,7 @@ class FusedStep:
                     shards[tensor.slot] = shard
                 tensors.append(tensor)
             if tensors:
-                groups.append(_Group(tensors, _options(group)))
+                groups.append(_Group(tensors, _options(group, tensors[0].parameter.device)))
         return groups, shards
 
     def _why_not(self, optimizer: torch.optim.Optimizer) -> str | None:
@@ -225,9 +238,12 @@ class FusedStep:
                 adamw_launch.step(group.tensors, group.options, scalars, self._amaxes)
             if found_inf is not None:
                 torch._foreach_sub_(counts, [found_inf] * len(counts))
-            for slot, shard in shards.items():
-                # Of a step that a graph captures it counts for nothing: replays change the weight unseen.
-                shard.known = KnownAmax(self._amaxes, slot, shard.master.state)
+            _tell(shards, self._amaxes)
+            if (capture := current_capture()) is not None:
+                # After the call that marks the weights as changed, which the capture was given before this hook ran.
+                capture.after_replay(functools.partial(_tell, shards, self._amaxes))
+                capture.after_replay(functools.partial(self._set_clip, None))
+                capture.keep(self._amaxes)
         self._hide(optimizer)
 
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
@@ -237,14 +253,20 @@ class FusedStep:
             parameter.grad = None
 
 
+def _tell(shards: dict[int, Shard], amaxes: torch.Tensor) -> None:
+    """Note that the shards now have the amaxes of their entries."""
+    for slot, shard in shards.items():
+        shard.known = KnownAmax(amaxes, slot, shard.master.state)
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _options(group: dict[str, Any]) -> Options:
+def _options(group: dict[str, Any], device: torch.device) -> Options:
     lr, (beta1, beta2) = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
-        lr = lr.float() if lr.is_cuda else lr.item()
+        lr = lr.float() if lr.device == device else lr.item()
     return Options(
         lr, (float(beta1), float(beta2)), group["eps"], group["weight_decay"], bool(group["maximize"])
     )

@@ -45,7 +45,7 @@ class Cell:
         storage: held weakly, so that its address cannot become another one's. ``p.data = t`` replaces a weight's.
         cast: the last cast and the key of what it was cast from, see ``rowwise_of``.
         record: of the weight, or of one of those that are tied; None where it is no module's.
-        replayed: whether a CUDA graph recorded what writes to the storage: its replays change it unseen.
+        replayed: whether a CUDA graph recorded an operator that writes to the storage: its replays change it unseen.
         copied: what ``copies`` compares.
         shared: whether plain tensors may lie in the storage, such as a state dict's: writes to those are not seen.
     """
@@ -191,10 +191,13 @@ class MasterWeight(Weight):
             self.mark_stale()
         return True
 
-    def mark_stale(self) -> None:
-        """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps."""
+    def mark_stale(self, *, by_replays: bool = False) -> None:
+        """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps.
+
+        ``by_replays`` says that each replay of the graph that is captured now is followed by this call, too.
+        """
         self.cell.epoch += 1
-        if is_capturing(self):
+        if not by_replays and is_capturing(self):
             # Python runs once, at capture: replays write to the storage and call nothing here.
             self.cell.replayed = True
 

@@ -79,9 +79,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             guest.before_step(optimizer, weights)
     # Before the step: a compiled or fused one writes to the weights without dispatch. With a closure the model still
     # runs before they change, so the mark comes after.
+    capture = current_capture()
     if not has_closure(args, kwargs):
-        _mark_stale(stepped)
-    if (capture := current_capture()) is not None:
+        _mark_stale(stepped, by_replays=capture is not None)
+    if capture is not None:
         # Replays run no hooks: each one marks what the captured step writes to.
         capture.after_replay(lambda: _mark_stale(stepped))
         capture.if_it_fails(lambda: _mark_stale(stepped))
@@ -184,11 +185,11 @@ def _replaced(fqns: Iterable[str], by: str) -> str:
     )
 
 
-def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]]) -> None:
+def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]], *, by_replays: bool = False) -> None:
     for conversion, weights in stepped.items():
         masters = [local for weight in weights if isinstance(local := local_tensor(weight), MasterWeight)]
         for master in masters:
-            master.mark_stale()
+            master.mark_stale(by_replays=by_replays)
         if masters and conversion is not None:
             conversion.changes += 1
 

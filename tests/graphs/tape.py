@@ -2,6 +2,7 @@
 
 As of a GPU's graph no Python of the step runs in a replay, numbers of the host are constants, tensors are read and
 written where they lay, and nothing of a captured step has happened before its first replay. The host may read no value.
+Kernels of Triton that are interpreted are recorded, too; they first run in a replay.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.kernels: list[str] = []
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
         self._written: dict[int, torch.Tensor] = {}
@@ -52,6 +54,11 @@ class Recording(TorchDispatchMode):
         self._made |= set(map(_memory, _tensors(results))) - set(map(_memory, _tensors(plain)))
         self.calls.append((func, *plain, results))
         return found
+
+    def add_kernel(self, name: str, run: Callable[[], None]) -> None:
+        """Record a launch."""
+        self.kernels.append(name)
+        self.calls.append((run, (), {}, None))
 
     def _save(self, func: Any, args: Any, kwargs: Any) -> None:
         collective = func.name().startswith("c10d::")
@@ -77,7 +84,7 @@ class Recording(TorchDispatchMode):
         with torch.no_grad(), unseen:
             for func, args, kwargs, results in self.calls:
                 found = func(*args, **kwargs)
-                if func.namespace == "_c10d_functional":
+                if getattr(func, "namespace", None) == "_c10d_functional":
                     pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, found)
                 for old, new in zip(_tensors(results), _tensors(found), strict=True):
                     if old.data_ptr() != new.data_ptr():
@@ -97,6 +104,13 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+recordings: list[Recording] = []
+"""What is captured now."""
+
+kernels: list[str] = []
+"""Names of the kernels of the last capture."""
+
+
 class Tape:
     """Takes the place of ``recorded.Recorded``."""
 
@@ -104,11 +118,14 @@ class Tape:
         self._recording = Recording()
 
     def capture(self, run: Callable[[], Any]) -> Any:
+        recordings.append(self._recording)
         try:
             with self._recording:
                 return run()
         finally:
+            recordings.pop()
             self._recording.undo()
+            kernels[:] = self._recording.kernels
 
     def replay(self) -> None:
         self._recording.replay()
@@ -124,6 +141,16 @@ def _unrecorded(wait: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _recorded(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    def call(launch: Any) -> None:
+        if recordings:
+            recordings[-1].add_kernel(launch.kernel.fn.__name__, functools.partial(run, launch))
+        else:
+            run(launch)
+
+    return call
+
+
 def imitate(patch: pytest.MonkeyPatch) -> None:
     """Have ``graph_step`` capture and replay on a CPU, until the patch is undone."""
     patch.setattr(graph_step, "Recorded", Tape)
@@ -134,6 +161,8 @@ def imitate(patch: pytest.MonkeyPatch) -> None:
         if name.startswith("f8sub.") and hasattr(module, "is_capturing"):
             patch.setattr(module, "is_capturing", lambda tensor: capture.current_capture() is not None)
     patch.setattr(dist.Work, "wait", _unrecorded(dist.Work.wait))
+    if (launch := sys.modules.get("f8sub.kernels.triton.launch")) is not None:
+        patch.setattr(launch.Launch, "run", _recorded(launch.Launch.run))
     fsdp: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
     for name in ("alloc_storage", "free_storage") if fsdp is not None else ():
         patch.setattr(fsdp, name, lambda tensor: None)

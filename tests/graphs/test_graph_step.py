@@ -486,6 +486,36 @@ def test_what_is_sent_to_one_rank_is_launched(ranks):
     assert "distributed.recv is called" in whys
 
 
+@pytest.mark.parametrize("within", [True, False], ids=["in-the-graph", "launched-beside-it"])
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_clipping_that_is_left_to_a_fused_step(monkeypatch, recipe, within):
+    def run() -> tuple[list[list[float]], list[torch.Tensor], str]:
+        model = transformer(recipe, spread=2.0)
+        optimizer = adamw(model)
+        fused = f8sub.optim.fuse_step(optimizer)
+        usual = forward_backward_of(model, clip=None)
+
+        def forward_backward(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return usual(x, target), fused.clip_grad_norm_(0.1)
+
+        step = f8sub.graph_step(forward_backward, model, optimizer if within else None)
+        found = []
+        for index in range(STEPS):
+            found.append([each.item() for each in step(*batch_of(index))])
+            if not within:
+                optimizer.step()
+        return found, list(model.parameters()), step.how
+
+    launched, weights, _ = run()
+    imitate(monkeypatch)
+    replayed, others, how = run()
+    assert how == "replayed"
+    assert launched[0][1] > 0.1
+    assert replayed == launched
+    for one, other in zip(others, weights, strict=True):
+        assert torch.equal(one, other)
+
+
 def master_weights(model: nn.Module) -> torch.optim.Optimizer:
     return f8sub.optim.MasterWeights(adamw(model))
 

@@ -12,15 +12,28 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
+from f8sub.weights import amax_table
 from tests.data_sets import generator
+from tests.graphs import tape
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
 from tests.models import Stack, seed_weights, shard_of
 from tests.selection import long_but
 
 
-def sharded(recipe: str) -> nn.Module:
-    model = f8sub.convert_to_float8(seed_weights(Stack(96, 304, 160, 48)).bfloat16(), recipe=recipe)
+def interpret() -> None:
+    """Import triton anew, interpreted."""
+    for name in list(sys.modules):
+        if name.startswith(("triton", "f8sub.kernels.triton.")) and not name.startswith("triton._C"):
+            del sys.modules[name]
+    interpreted._start()
+    importlib.import_module("f8sub.kernels.triton.launch")  # or it is what another file of tests imported
+
+
+def sharded(recipe: str, widths: tuple[int, ...] = (96, 304, 160, 48)) -> nn.Module:
+    model = f8sub.convert_to_float8(
+        seed_weights(Stack(*widths)).bfloat16(), recipe=recipe, skip_defaults=False
+    )
     model.layers[1].float()
     for layer in model.layers:
         fully_shard(layer)
@@ -76,11 +89,7 @@ def check_amaxes(model: nn.Module) -> None:
     ("recipe", "world"), long_but([("tensorwise", 2)], [("tensorwise", 2), ("blockwise", 2), ("rowwise", 1)])
 )
 def test_amaxes_are_of_the_weights_as_they_are(rank, world, recipe):
-    for name in list(sys.modules):
-        if name.startswith(("triton", "f8sub.kernels.triton.")) and not name.startswith("triton._C"):
-            del sys.modules[name]
-    interpreted._start()
-    importlib.import_module("f8sub.kernels.triton.launch")  # or it is what another file of tests imported
+    interpret()
     models = [sharded(recipe) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in models]
     fused = f8sub.optim.fuse_step(optimizers[0])
@@ -121,3 +130,96 @@ def check_writes_after(model: nn.Module, optimizer: torch.optim.Optimizer, fused
         handle.remove()
     assert names.count("amaxes_of_many") >= 1
     check_amaxes(model)
+
+
+def scaled(model: nn.Module) -> None:
+    """In place, by an operator of its own."""
+    with torch.no_grad():
+        model.layers[1].weight.mul_(3.0)
+
+
+def loaded(model: nn.Module) -> None:
+    """Through plain tensors, of one weight on one rank alone, and of others on all."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if name != "layers.0.weight" or torch.distributed.get_rank() == 0:
+            value.to_local().mul_(0.5)
+
+
+def stepped(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+CHANGES = {4: scaled, 6: loaded, 7: f8sub.precompute_scales, 8: stepped, 10: loaded}
+"""Before these steps."""
+
+
+def steps_of(
+    recipe: str, imitated: bool, warmup: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
+    """Scales and norms of steps, the last weights, and what each step was."""
+    model = sharded(recipe, (32, 48, 80, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    fused = f8sub.optim.fuse_step(optimizer)
+    f8sub.precompute_scales(model)
+
+    def function(batch: torch.Tensor) -> torch.Tensor:
+        """Gradients that depend on the batch; returns the scales that a forward would read, and the norm."""
+        for layer in model.layers:
+            shard_of(layer).exchange.settle()  # as an all-gather does
+        scales = [shard_of(layer).scales.scale.flatten().clone() for layer in model.layers]
+        for parameter in model.parameters():
+            local = parameter.to_local()
+            drawn = (batch[: local.numel()].view(local.shape) - 0.3).to(local.dtype)
+            parameter.grad = type(parameter).from_local(
+                drawn,
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        return torch.cat([*scales, fused.clip_grad_norm_(1.0)[None]])
+
+    found, how, reads = [], [], []
+    with pytest.MonkeyPatch.context() as patch:
+        if imitated:
+            tape.imitate(patch)
+            read = amax_table._amaxes_of
+            patch.setattr(amax_table, "_amaxes_of", lambda shards: reads.append(index) or read(shards))
+        step = f8sub.graph_step(function, model, optimizer, warmup=warmup)
+        for index in range(12):
+            CHANGES.get(index, lambda model: None)(model)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + index)
+            right = [layer.weight.full_tensor().abs().max() for layer in model.layers]
+            found.append(step(torch.rand(4000, generator=generator(index))).clone())
+            for layer, amax in zip(model.layers, right, strict=True):
+                if recipe == "tensorwise":
+                    assert shard_of(layer).scales.amax.item() == amax.item()
+            how.append(step.how)
+    assert fused.why_torch is None
+    if recipe == "tensorwise":
+        assert set(reads) <= CHANGES.keys()
+    return found, [parameter.full_tensor() for parameter in model.parameters()], how
+
+
+@needs_triton
+@pytest.mark.own_ranks
+@pytest.mark.parametrize(
+    ("recipe", "world", "warmup"),
+    long_but([("tensorwise", 2, 3)], [("tensorwise", 2, 3), ("blockwise", 2, 1), ("tensorwise", 1, 1)]),
+)
+def test_replays_take_what_the_step_before_found(rank, world, recipe, warmup):
+    """No weight is read that has one scale, but those that were written to between two replays."""
+    interpret()
+    launched, weights, _ = steps_of(recipe, False, 10**6)
+    replayed, others, how = steps_of(recipe, True, warmup)
+    assert how == ["launched"] * warmup + ["captured"] + ["replayed"] * (11 - warmup)
+    assert tape.kernels.count("step_many") >= 1
+    assert ("amaxes_of_many" in tape.kernels) == (recipe != "tensorwise")
+    for one, other in zip([*launched, *weights], [*replayed, *others], strict=True):
+        assert torch.equal(one, other)

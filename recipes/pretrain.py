@@ -123,6 +123,9 @@ class Trainer:
             weight_decay=settings.optimizer.weight_decay,
             fused=True,  # by default torch takes sharded parameters one at a time, and the GPU waits for the host
         )
+        self.fused = self.fused_step()
+        # Eager, it writes the logits three times in float32.
+        self.cross_entropy = torch.compile(_cross_entropy) if settings.compile.enabled else _cross_entropy
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.training.dtype == "float16")
         folder = Path(settings.job.dump_folder)
         self.checkpoints = Checkpoints(
@@ -133,6 +136,7 @@ class Trainer:
         self.metrics = Metrics(settings, folder, self.rank, title)
         self.step = 0
         self.running: Running | None = None
+        self.why_torch: str | None = None
         self.stopping = False
         self.monitor: f8sub.Monitor | None = None
         self.graph = self.graphed_step()
@@ -214,6 +218,7 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
+        self.say_who_steps()
         # The step before is read while this one runs, or the GPU would wait for the host to launch it. Its loss tells
         # more than the weights that it spoiled, which precompute_scales would name.
         self.read()
@@ -243,10 +248,26 @@ class Trainer:
             self.scaler.scale(loss).backward()
             loss_sum += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or math.inf)
+        max_norm = training.max_norm or math.inf
+        if self.fused is not None:
+            return loss_sum, self.fused.clip_grad_norm_(max_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         return loss_sum, grad_norm
+
+    def fused_step(self) -> f8sub.optim.FusedStep | None:
+        """Give what clips and steps in one pass, if the settings ask for it."""
+        asked = self.settings.optimizer.one_pass
+        if asked == "auto":
+            asked = self.device.type == "cuda"
+        return f8sub.optim.fuse_step(self.optimizer) if asked else None
+
+    def say_who_steps(self) -> None:
+        """Say once why torch's kernels take the steps, if they were not asked to."""
+        if self.fused is not None and self.fused.why_torch not in (None, self.why_torch):
+            self.metrics.say(f"Optimizer: torch's kernels step, because {self.fused.why_torch}.")
+            self.why_torch = self.fused.why_torch
 
     def graphed_step(self) -> f8sub.GraphedStep | None:
         """Give what replays the step, scales and optimizer among it, if the settings ask for it."""
@@ -310,7 +331,7 @@ class Trainer:
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
         """Give the mean loss of sequences; in training a mixture's balance of experts is a part."""
         out = self.model(input_ids=batch[:, :-1], use_cache=False)
-        loss = F.cross_entropy(out.logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss = self.cross_entropy(out.logits, batch[:, 1:])
         balance = getattr(out, "aux_loss", None)
         if balance is not None and self.model.training:
             loss += self.model.router_aux_loss_coef * balance
@@ -508,6 +529,10 @@ def main() -> None:
         f8sub.Float8NumericsError,
     ) as error:
         sys.exit(f"rank {rank}: {error}")
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _due(step: int, interval: int, last: bool) -> bool:

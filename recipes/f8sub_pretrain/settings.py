@@ -98,6 +98,9 @@ class Optimizer:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    one_pass: FlagOrAuto = "auto"
+    """Clip, step and find the new weights' scales in one pass over memory, by f8sub.optim.fuse_step, with float8 and
+    without; "auto": on GPUs. false: by torch's own kernels. The norm of the gradients may differ in its last bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,7 @@ class Compile:
     """torch.compile, block by block, and the whole step as a CUDA graph."""
 
     enabled: Flag = False
+    """Compile each block, and the loss."""
     cuda_graph: FlagOrAuto = "auto"
     """Capture a step by f8sub.graph_step and replay it; "auto": on GPUs, unless training.dtype is float16, whose loss
     scale the host reads."""

@@ -17,7 +17,7 @@ from tests.data_sets import generator
 from tests.graphs import tape
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
-from tests.models import Stack, seed_weights, shard_of
+from tests.models import Stack, replicated, seed_weights, shard_of
 from tests.selection import long_but
 
 
@@ -30,14 +30,15 @@ def interpret() -> None:
     importlib.import_module("f8sub.kernels.triton.launch")  # or it is what another file of tests imported
 
 
-def sharded(recipe: str, widths: tuple[int, ...] = (96, 304, 160, 48)) -> nn.Module:
+def sharded(recipe: str, widths: tuple[int, ...] = (96, 304, 160, 48), replicas: int = 1) -> nn.Module:
     model = f8sub.convert_to_float8(
         seed_weights(Stack(*widths)).bfloat16(), recipe=recipe, skip_defaults=False
     )
     model.layers[1].float()
+    mesh = replicated(replicas)
     for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 
@@ -86,11 +87,15 @@ def check_amaxes(model: nn.Module) -> None:
 @needs_triton
 @pytest.mark.own_ranks  # triton is imported anew, which goes well once in a process
 @pytest.mark.parametrize(
-    ("recipe", "world"), long_but([("tensorwise", 2)], [("tensorwise", 2), ("blockwise", 2), ("rowwise", 1)])
+    ("recipe", "world", "replicas"),
+    long_but(
+        [("tensorwise", 2, 1)],
+        [("tensorwise", 2, 1), ("tensorwise", 2, 2), ("blockwise", 2, 1), ("rowwise", 1, 1)],
+    ),
 )
-def test_amaxes_are_of_the_weights_as_they_are(rank, world, recipe):
+def test_amaxes_are_of_the_weights_as_they_are(rank, world, recipe, replicas):
     interpret()
-    models = [sharded(recipe) for _ in range(2)]
+    models = [sharded(recipe, replicas=replicas) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in models]
     fused = f8sub.optim.fuse_step(optimizers[0])
     for model in models:

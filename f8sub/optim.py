@@ -275,7 +275,8 @@ def fuse_step(optimizer: torch.optim.Optimizer) -> FusedStep:
     Call it after ``fully_shard``. On NVIDIA's GPUs a Triton kernel then takes the steps, with the numbers of torch's
     fused kernel. ``clip_grad_norm_`` of what is returned reads the gradients once, for their norm, where torch's reads
     and writes them once more. ``precompute_scales`` takes the amaxes that the step found, and reads the weights only
-    where something wrote to them since, where their scales are of rows or blocks, or in a CUDA graph.
+    where something wrote to them since, where their scales are of rows or blocks, or in a CUDA graph of your own. In
+    ``f8sub.graph_step`` the function calls ``clip_grad_norm_``, and all of this is in the graph.
 
     States and state dicts are torch's own. Whatever the kernel does not take is stepped by torch, as before:
     ``FusedStep.why_torch`` says why. That are closures, ``amsgrad``, ``GradScaler``, other devices and, once, a hook

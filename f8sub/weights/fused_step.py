@@ -92,7 +92,10 @@ class FusedStep:
     Attributes:
         why_torch: why torch's own kernels took the last step; None where it was one pass.
         optimizers: those that have one.
+        total_norm: the function of that name, for trainers that put a norm together by themselves.
     """
+
+    total_norm = staticmethod(total_norm)
 
     optimizers: ClassVar[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
 

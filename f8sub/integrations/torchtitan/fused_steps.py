@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from f8sub.errors import Float8ConfigError
 from f8sub.optim import fuse_step
-from f8sub.weights.fused_step import total_norm
 
 FUSED = "float8_fused_step"
 """Attribute of a converted model: whether its optimizer steps in one pass. Copies for pipeline stages keep it."""
@@ -51,20 +50,22 @@ def _fuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for step in steps:
             step.clip_by(total_norm, max_norm)
 
-    module.clip_grad_norm_ = _clipping(module.clip_grad_norm_, leave_to_steps)
+    module.clip_grad_norm_ = _clipping(module.clip_grad_norm_, steps[0].total_norm, leave_to_steps)
 
 
-def _clipping(clip: Callable[..., Any], instead: Callable[..., None]) -> Callable[..., Any]:
+def _clipping(
+    clip: Callable[..., Any], norm_of: Callable[..., torch.Tensor], instead: Callable[..., None]
+) -> Callable[..., Any]:
     """Return torchtitan's clipping with ``instead`` for the function of torch's that multiplies gradients.
 
-    And with f8sub's norm for torch's.
+    And with ``norm_of`` for torch's norm.
     """
 
     @functools.wraps(clip)
     def clipped(*args: Any, **kwargs: Any) -> Any:
         utils: Any = torch.nn.utils
         before = utils.get_total_norm, utils.clip_grads_with_norm_
-        utils.get_total_norm, utils.clip_grads_with_norm_ = total_norm, instead
+        utils.get_total_norm, utils.clip_grads_with_norm_ = norm_of, instead
         try:
             return clip(*args, **kwargs)
         finally:

@@ -100,30 +100,43 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text:
         )
 
 
-def curves(title: str, subtitle: str, of: Mapping[str, list[float]], baseline: str) -> Figure:
+def curves(
+    title: str,
+    subtitle: str,
+    of: Mapping[str, list[float]],
+    baseline: str,
+    *,
+    every: int = 1,
+    label: str = "loss",
+    limits: tuple[float, float] = (-1, 1),
+) -> Figure:
     """Lines over steps, and below them their distance from one of them in per cent.
 
     Args:
         title: in one line.
         subtitle: machine, date and what was run; it is wrapped.
-        of: name -> a value for each step from 1 on.
+        of: name -> a value for each step from 1 on, or for each ``every`` steps, which are marked then.
         baseline: the name that the others are compared with.
+        every: steps from one value to the next.
+        label: of the values.
+        limits: of the distances.
     """
+    marker = None if every == 1 else "o"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         figure.suptitle(title, fontweight="bold", x=0.01, ha="left")
         figure.supxlabel(textwrap.fill(subtitle, 130), fontsize=8, x=0.01, ha="left")
         above, below = figure.subplots(2, 1, height_ratios=(3, 1.2), sharex=True)
-        for (name, values), colour in zip(of.items(), (INK, BLUE, ORANGE), strict=True):
-            steps = range(1, len(values) + 1)
-            above.plot(steps, values, label=name, color=colour, linewidth=1.4)
+        for (name, values), colour in zip(of.items(), (INK, BLUE, ORANGE), strict=False):
+            steps = [every * (at + 1) for at in range(len(values))]
+            above.plot(steps, values, marker=marker, label=name, color=colour, linewidth=1.4, markersize=4)
             gap = [100 * (value / other - 1) for value, other in zip(values, of[baseline], strict=True)]
-            below.plot(steps, gap, color=colour, linewidth=1.4)
+            below.plot(steps, gap, marker=marker, color=colour, linewidth=1.4, markersize=4)
         above.legend(frameon=False)
-        above.set_ylabel("loss")
+        above.set_ylabel(label)
         below.set_ylabel(f"% over {baseline}")
         below.set_xlabel("step")
-        below.set_ylim(-1, 1)
+        below.set_ylim(*limits)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.3)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from scripts.tables import data_flow, drawing, loss_curves, whole_run
+from scripts.tables import data_flow, drawing, loss_1b, loss_curves, whole_run
 from tests.docs.pages import PAGES, ROOT, links
 
 TABLE = re.compile(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
@@ -63,6 +63,7 @@ def test_the_readmes_table_has_the_default_first_and_no_options():
 
 def test_pictures_are_drawn(tmp_path):
     whole_run.draw(whole_run.read(), tmp_path)
+    drawing.save(loss_1b.draw(), tmp_path / "loss_1b.svg")
     drawing.save(data_flow.draw(), tmp_path / "data_flow.svg")
     drawing.save(loss_curves.draw(json.loads(loss_curves.DATA.read_text())), tmp_path / "loss_curves.svg")
     drawn = {path.name for path in tmp_path.iterdir()}

@@ -103,9 +103,17 @@ class MasterWeight(Weight):
     _alias: tuple[tuple[Any, ...], torch.Tensor] | None
 
     @staticmethod
-    def __new__(cls: type[Self], data: torch.Tensor, cell: Cell | None = None) -> Self:
-        """Share ``data``'s storage; a view of a master weight gives its ``cell`` too."""
+    def __new__(
+        cls: type[Self], data: torch.Tensor, cell: Cell | None = None, *, requires_grad: bool | None = None
+    ) -> Self:
+        """Share ``data``'s storage; a view of a master weight gives its ``cell`` too.
+
+        With ``requires_grad`` it is a parameter: accelerate moves parameters by ``type(p)(values, requires_grad=...)``.
+        """
         self: Self
+        if requires_grad is not None:
+            values = data.plain if isinstance(data, MasterWeight) else data.detach()
+            return torch.nn.Parameter(cls(values), requires_grad)  # type: ignore[return-value]
         if type(data) is torch.Tensor:
             self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
             self._traced = self._alias = None
@@ -124,7 +132,9 @@ class MasterWeight(Weight):
         self.cell = cell or Cell(None)
         return self
 
-    def __init__(self, data: torch.Tensor, cell: Cell | None = None) -> None:
+    def __init__(
+        self, data: torch.Tensor, cell: Cell | None = None, *, requires_grad: bool | None = None
+    ) -> None:
         super().__init__()
 
     @property

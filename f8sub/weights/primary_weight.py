@@ -230,9 +230,24 @@ class PrimaryWeight(Weight):
 
     @staticmethod
     def __new__(
-        cls: type[Self], geometry: torch.Tensor, slot: _PrimaryReference, device: torch.device
+        cls: type[Self],
+        geometry: torch.Tensor,
+        slot: _PrimaryReference | None = None,
+        device: torch.device | None = None,
+        *,
+        requires_grad: bool | None = None,
     ) -> Self:
-        """See ``of``; ``geometry`` is a meta tensor of this view's shape, strides and dtype."""
+        """See ``of``; ``geometry`` is a meta tensor of this view's shape, strides and dtype.
+
+        Raises:
+            Float8ConfigError: it is called as ``nn.Parameter`` is, as accelerate does to move a parameter.
+        """
+        if slot is None:
+            raise Float8ConfigError(
+                f"a float8 primary weight cannot be created of values, as accelerate's offloading and "
+                f"dispatch_model do, found some of shape {tuple(geometry.shape)}; convert without primary_weights=True "
+                "to offload a model"
+            )
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.shape,
@@ -244,7 +259,14 @@ class PrimaryWeight(Weight):
         self._geometry, self._slot = geometry, slot
         return self
 
-    def __init__(self, geometry: torch.Tensor, slot: _PrimaryReference, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: torch.Tensor,
+        slot: _PrimaryReference | None = None,
+        device: torch.device | None = None,
+        *,
+        requires_grad: bool | None = None,
+    ) -> None:
         super().__init__()
 
     @classmethod

@@ -9,8 +9,8 @@ import pytest
 from tests.docs.pages import ROOT
 
 PAGE = ROOT / "docs" / "behaviour.md"
-SECTIONS = ["Formats and engines", "Trainers and optimizers", "FSDP2, compile and checkpoints"]
-FEWEST_ROWS = 30
+SECTIONS = ["Formats and engines", "Trainers and optimizers", "FSDP2, compile and checkpoints", "GPUs"]
+FEWEST_ROWS = 50
 
 
 def rows() -> list[list[str]]:

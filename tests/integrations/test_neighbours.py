@@ -112,3 +112,22 @@ def test_glora_takes_plain_layers_alone(first):
     f8sub.convert_to_float8(adapted)
     assert sum(isinstance(module, f8sub.Float8Linear) for module in adapted.modules()) == 1
     adapted(gaussian((4, 64), generator(0))).backward(gaussian((4, 64), generator(1)))
+
+
+def test_a_second_training_goes_on_with_the_optimizer(tmp_path):
+    """The states of AdamW count on, and the rate begins at its peak again."""
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (8, 16))]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=3, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer = Trainer(model=llama(), args=arguments, train_dataset=data)
+    steps, rates = [], []
+    for _ in range(2):
+        trainer.train()
+        optimizer = trainer.optimizer
+        steps += [int(state["step"]) for state in list(optimizer.state.values())[:1]]
+        rates.append(trainer.lr_scheduler.base_lrs)
+    assert steps == [3, 6]
+    assert rates[0] == rates[1] == [arguments.learning_rate] * len(rates[0])

@@ -1,6 +1,8 @@
 """TRL in float8: supervised fine-tuning as by hand, and GRPO whose engine has the weights of the training."""
 
+import functools
 import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -14,8 +16,13 @@ if importlib.util.find_spec("trl") is None:
         "TRL and torchtitan want other datasets: scripts/test_versions.sh trl", allow_module_level=True
     )
 
+import datasets
+import trl
 import trl_sft_grpo
 from f8sub_engine import Engine, digest
+from transformers import AutoModelForCausalLM
+
+from f8sub.integrations.transformers import Float8Callback
 
 STEPS = 3
 ON_CPU = {"use_cpu": True, "bf16": False}
@@ -69,3 +76,25 @@ def test_the_engine_of_grpo_has_the_weights_that_training_multiplies(tmp_path):
             multiplied[fqn] = digest(codes.data.float() * codes.scale_inv)
     assert len(multiplied) == 14
     assert engine.digests() == multiplied
+
+
+@pytest.mark.parametrize("reference_in_float8", [False, True])
+def test_the_first_loss_of_dpo_is_that_of_equal_models_where_the_reference_is_in_float8_too(
+    tmp_path, reference_in_float8
+):
+    """TRL loads the reference itself, in high precision, so the first KL is that of rounding."""
+    build_model().save_pretrained(tmp_path / "model")
+    build = functools.partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
+    rows = [{"prompt": f"{i} ", "chosen": f"{i + 1} {i + 2}", "rejected": f"{i + 3} {i}"} for i in range(16)]
+    trainer = trl.DPOTrainer(
+        build(),
+        ref_model=f8sub.convert_to_float8(build(), "tensorwise") if reference_in_float8 else None,
+        args=trl.DPOConfig(str(tmp_path), max_steps=1, **{**trl_sft_grpo.QUIET, **ON_CPU}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=trl_sft_grpo.build_tokenizer(),
+        callbacks=[Float8Callback("tensorwise")],
+    )
+    trainer.train()
+    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert (loss == pytest.approx(math.log(2), abs=1e-7)) == reference_in_float8
+    assert loss == pytest.approx(math.log(2), abs=0.05)

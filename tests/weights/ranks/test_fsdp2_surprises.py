@@ -1,5 +1,6 @@
 """What FSDP2 does where one would guess otherwise, with float8 layers in it: rows of docs/behaviour.md."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -74,3 +75,29 @@ def test_an_assignment_to_data_is_ignored(rank, world):
             p.zero_()
     precompute(model)
     assert not model(x).any()
+
+
+def test_a_first_forward_in_inference_mode_ends_training(rank, world):
+    """Its gathered tensors are inference tensors, and FSDP2 keeps them; after a training forward it may come."""
+    x = gaussian((32, K), generator(rank))
+
+    def plain() -> nn.Module:
+        model = seed_weights(nn.Sequential(nn.Linear(K, K), nn.Linear(K, K)))
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.inference_mode():
+            model(x)
+        for module in (*model, model):
+            module.reshard()
+
+    late = plain()
+    late(x).square().sum().backward()
+    evaluate(late)
+    late(x).square().sum().backward()
+    first = plain()
+    evaluate(first)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        first(x).square().sum().backward()

@@ -116,8 +116,10 @@ def seed_weights(model: nn.Module, spread: float = 0.0, seed: int = 0) -> nn.Mod
     return model
 
 
-def transformer(recipe: str | None, *, spread: float = 0.0, all_gather: bool = True) -> nn.Module:
-    model = seed_weights(Transformer(), spread)
+def transformer(
+    recipe: str | None, *, spread: float = 0.0, all_gather: bool = True, blocks: int = 2
+) -> nn.Module:
+    model = seed_weights(Transformer(blocks=blocks), spread)
     if recipe is None:
         return model
     return f8sub.convert_to_float8(model, recipe=recipe, float8_all_gather=all_gather)

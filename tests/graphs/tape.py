@@ -7,6 +7,7 @@ Kernels of Triton that are interpreted are recorded, too; they first run in a re
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -45,33 +46,30 @@ class Recording(TorchDispatchMode):
         kinds = {kind for kind in types if kind not in (torch.Tensor, torch.nn.Parameter)}
         if any(not issubclass(kind, MasterWeight) for kind in kinds):
             return NotImplemented  # consists of other operators
-        plain = pytree.tree_map_only(MasterWeight, lambda tensor: tensor.plain, (args, kwargs))
+        plain = (_plain(args), _plain(kwargs)) if kinds else (args, kwargs)
         self._save(func, *plain)
         # Of a weight its own dispatch marks the change.
         run = functools.partial(MasterWeight.__torch_dispatch__, func, types) if kinds else None
         found = func(*args, **kwargs) if run is None else run(args, kwargs)
-        results = pytree.tree_map_only(MasterWeight, lambda tensor: tensor.plain, found)
-        self._made |= set(map(_memory, _tensors(results))) - set(map(_memory, _tensors(plain)))
+        results = _tensors(_plain(found))
+        self._made |= set(map(_memory, results)) - set(map(_memory, _tensors(plain)))
         self.calls.append((func, *plain, results))
         return found
 
     def add_kernel(self, name: str, run: Callable[[], None]) -> None:
         """Record a launch."""
         self.kernels.append(name)
-        self.calls.append((run, (), {}, None))
+        self.calls.append((run, (), {}, []))
 
     def _save(self, func: Any, args: Any, kwargs: Any) -> None:
-        collective = func.name().startswith("c10d::")
-        for position, argument in enumerate(func._schema.arguments):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes or (collective and position == 0):
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in _tensors(value):
-                    self._written[id(tensor)] = tensor
-                    memory = _memory(tensor)
-                    if memory not in self._made and memory not in self._before:
-                        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-                        self._before[memory] = whole, whole.clone()
+        for position, name in _written_by(func):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _tensors(value):
+                self._written[id(tensor)] = tensor
+                memory = _memory(tensor)
+                if memory not in self._made and memory not in self._before:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                    self._before[memory] = whole, whole.clone()
 
     def undo(self) -> None:
         """Have memory from before as it was."""
@@ -84,20 +82,47 @@ class Recording(TorchDispatchMode):
         with torch.no_grad(), unseen:
             for func, args, kwargs, results in self.calls:
                 found = func(*args, **kwargs)
-                if getattr(func, "namespace", None) == "_c10d_functional":
+                namespace = getattr(func, "namespace", None)
+                if namespace == "_c10d_functional":
                     pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, found)
-                for old, new in zip(_tensors(results), _tensors(found), strict=True):
+                for old, new in zip(results, _tensors(found), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
-                for work in pytree.tree_leaves(found):
-                    if hasattr(work, "wait"):
-                        work.wait()
+                if namespace == "c10d":
+                    for work in pytree.tree_leaves(found):
+                        if hasattr(work, "wait"):
+                            work.wait()
+
+
+@functools.cache
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes to."""
+    collective = func.name().startswith("c10d::")
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (collective and position == 0)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """The same nest, with what weights of ours hold in their place. Operators have lists, tuples and dicts alone."""
+    if isinstance(value, MasterWeight):
+        return value.plain
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return {name: _plain(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """Those that have memory: wrappers hold others, which operators inside of them made."""
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return [value]
+    nested = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (list, tuple, dict)):
+        return []
+    return [tensor for each in nested for tensor in _tensors(each)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -153,6 +178,7 @@ def _recorded(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def imitate(patch: pytest.MonkeyPatch) -> None:
     """Have ``graph_step`` capture and replay on a CPU, until the patch is undone."""
+    gc.freeze()  # each capture collects, and need not look at what is imported
     patch.setattr(graph_step, "Recorded", Tape)
     patch.setattr(graph_step, "records", lambda device: True)
     patch.setattr(quantize, "quantize_on_cpu", reference.quantize)  # the former reads amaxes on the host

@@ -33,6 +33,10 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> None:
     imitate(monkeypatch)
 
 
+small = functools.partial(transformer, blocks=1)
+"""Seven float8 layers, which share inputs in threes and twos."""
+
+
 def batch_of(step: int, rank: int = 0, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     rng = generator(10 * step + rank)
     return gaussian((size, 4, 32), rng), torch.randint(11, (4 * size,), generator=rng)
@@ -54,12 +58,12 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def trained(
-    recipe: str | None, steps: int = STEPS, *, between: Callable[..., None] | None = None, **options: Any
+    recipe: str | None, steps: int = STEPS, *, between: Callable[..., None] | None = None, blocks: int = 1
 ) -> tuple[list[float], nn.Module, Any]:
     """Losses of so many steps, the model, and the step; ``between`` is called after each."""
-    model = transformer(recipe, spread=2.0)
+    model = transformer(recipe, spread=2.0, blocks=blocks)
     optimizer = adamw(model)
-    step = f8sub.graph_step(forward_backward_of(model), model, optimizer, **options)
+    step = f8sub.graph_step(forward_backward_of(model), model, optimizer)
     losses = []
     for index in range(steps):
         losses.append(step(*batch_of(index)).item())
@@ -85,7 +89,7 @@ def both(monkeypatch: pytest.MonkeyPatch, recipe: str | None, **how: Any) -> Any
     "recipe", long_but((None, "blockwise", "mxfp8", "nvfp4", "delayed"), [None, *RECIPES])
 )
 def test_losses_and_weights_are_those_of_launched_steps(monkeypatch, recipe):
-    step = both(monkeypatch, recipe)
+    step = both(monkeypatch, recipe, blocks=2)
     assert (step.how, step.why_launched) == ("replayed", None)
 
 
@@ -139,14 +143,14 @@ def hows(step: f8sub.GraphedStep, count: int, first: int = 0, size: int = 4) -> 
 
 
 def test_on_a_cpu_every_step_is_launched():
-    step = step_of(transformer("rowwise"))
+    step = step_of(small("rowwise"))
     assert hows(step, 5) == ["l"] * 5
     assert step.why_launched == "there are no graphs on the cpu"
 
 
 def test_a_model_is_looked_at_when_the_first_step_begins(imitated):
     with torch.device("meta"):
-        model = transformer("rowwise")
+        model = small("rowwise")
     step = f8sub.graph_step(forward_backward_of(model), model)
     model.to_empty(device="cpu")
     seed_weights(model)
@@ -161,7 +165,7 @@ def scaled(model: nn.Module) -> None:
 
 def loaded(model: nn.Module) -> None:
     """Histories too, that have no scales yet."""
-    model.load_state_dict(transformer(model.blocks[0].q._f8sub.plan.recipe, spread=1.0).state_dict())
+    model.load_state_dict(small(model.blocks[0].q._f8sub.plan.recipe, spread=1.0).state_dict())
 
 
 def stepped(model: nn.Module) -> None:
@@ -239,7 +243,7 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
     ],
 )
 def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said):
-    model = transformer("rowwise")
+    model = small("rowwise")
     optimizer = adamw(model)
     step = step_of(model, optimizer)
     assert hows(step, 5) == ["l", "l", "l", "c", "r"]
@@ -254,7 +258,7 @@ def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said)
     "context", [f8sub.autocast, functools.partial(torch.autocast, "cuda", torch.bfloat16)]
 )
 def test_a_context_is_captured_anew(imitated, context):
-    step = step_of(transformer("rowwise"))
+    step = step_of(small("rowwise"))
     hows(step, 5)
     with context():
         step(*batch_of(5))
@@ -265,13 +269,13 @@ def test_a_context_is_captured_anew(imitated, context):
     ("other", "expected"), [("launch", "lllcr" + "ll" + "r"), ("capture", "lllcr" + "lc" + "r")]
 )
 def test_batches_of_another_shape(imitated, other, expected):
-    step = step_of(transformer("rowwise"), other_batches=other)
+    step = step_of(small("rowwise"), other_batches=other)
     assert "".join([*hows(step, 5), *hows(step, 2, size=3), *hows(step, 1)]) == expected
 
 
 def test_an_optimizer_that_the_host_steps_is_launched(monkeypatch):
     def run() -> tuple[list[float], f8sub.GraphedStep]:
-        model = transformer("rowwise", spread=2.0)
+        model = small("rowwise", spread=2.0)
         step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
         return [step(*batch_of(index)).item() for index in range(STEPS)], step
 
@@ -285,7 +289,7 @@ def test_an_optimizer_that_the_host_steps_is_launched(monkeypatch):
 
 def test_without_an_optimizer_gradients_are_those_of_the_call(monkeypatch):
     def run() -> list[torch.Tensor]:
-        model = transformer("rowwise", spread=2.0)
+        model = small("rowwise", spread=2.0)
         step = f8sub.graph_step(forward_backward_of(model), model)
         for index in range(STEPS):
             step(*batch_of(index))
@@ -298,7 +302,7 @@ def test_without_an_optimizer_gradients_are_those_of_the_call(monkeypatch):
 
 
 def test_a_capture_that_fails_is_told_and_launched(imitated):
-    model = transformer("rowwise", spread=2.0)
+    model = small("rowwise", spread=2.0)
     inner = forward_backward_of(model)
 
     def reads(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -318,7 +322,7 @@ def test_a_capture_that_fails_is_told_and_launched(imitated):
 
 
 def test_an_optimizer_that_cannot_be_captured_is_launched(imitated):
-    model = transformer("rowwise", spread=2.0)
+    model = small("rowwise", spread=2.0)
     optimizer = adamw(model)
     optimizer.register_step_pre_hook(lambda *_: next(iter(model.parameters())).sum().item() and None)
     step = step_of(model, optimizer)
@@ -354,18 +358,18 @@ def told_of_nan(model: nn.Module, before: int, rank: int = 0) -> str:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_nan_is_told_by_the_call_after_the_next_and_by_each_until_it_is_gone(imitated, recipe):
-    assert told_of_nan(transformer(recipe), 5) == "lllcr" + "rttt" + "lrrr"
+    assert told_of_nan(small(recipe), 5) == "lllcr" + "rttt" + "lrrr"
 
 
 def test_nan_is_told_again_where_a_graph_is_captured_next(imitated):
     """A capture tells what the last launched step found, and the first replay tells nothing."""
-    assert told_of_nan(transformer("rowwise"), 2) == "ll" + "lttt" + "lcrr"
-    assert told_of_nan(transformer("rowwise"), 3) == "lll" + "cttt" + "lrrr"
+    assert told_of_nan(small("rowwise"), 2) == "ll" + "lttt" + "lcrr"
+    assert told_of_nan(small("rowwise"), 3) == "lll" + "cttt" + "lrrr"
 
 
 def nan_in_shards(rank: int, world: int, recipe: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        model = shard(transformer(recipe), BF16)
+        model = shard(small(recipe), BF16)
         imitate(patch)
         return told_of_nan(model, 5, rank)
 
@@ -376,7 +380,7 @@ def test_nan_in_shards_is_told_by_each_call_until_it_is_gone(ranks, world, recip
 
 
 def test_a_monitor_has_its_steps_launched(imitated):
-    model = transformer("rowwise")
+    model = small("rowwise")
     step, monitor, found = step_of(model), f8sub.Monitor(model, every=3), []
     for index in range(8):
         with monitor:
@@ -388,7 +392,7 @@ def test_a_monitor_has_its_steps_launched(imitated):
 
 
 def test_an_attached_monitor_counts_replays(imitated):
-    model = transformer("rowwise")
+    model = small("rowwise")
     optimizer = adamw(model)
     step, monitor = step_of(model, optimizer), f8sub.Monitor(model, every=3)
     monitor.attach(optimizer)
@@ -400,7 +404,7 @@ def test_an_attached_monitor_counts_replays(imitated):
 
 
 def test_a_monitor_within_the_function_is_an_error(imitated):
-    model = transformer("rowwise")
+    model = small("rowwise")
     monitor, inner = f8sub.Monitor(model), forward_backward_of(model)
 
     def watched(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -414,7 +418,7 @@ def test_a_monitor_within_the_function_is_an_error(imitated):
 
 
 def test_constants_and_nests_of_a_batch(imitated):
-    model = transformer("rowwise", spread=2.0)
+    model = small("rowwise", spread=2.0)
 
     def forward_backward(batch: dict[str, Any], *, scale: float) -> dict[str, torch.Tensor]:
         loss = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["pair"][1]) * scale
@@ -443,13 +447,13 @@ def test_constants_and_nests_of_a_batch(imitated):
     ],
 )
 def test_arguments_that_are_none(arguments, options, said):
-    model = transformer("rowwise")
+    model = small("rowwise")
     with pytest.raises(f8sub.Float8ConfigError, match=said):
         f8sub.graph_step(*(model if argument == "model" else argument for argument in arguments), **options)
 
 
 def test_precompute_scales_within_ones_own_capture_is_an_error(rank, world):
-    model = shard(transformer("rowwise"), BF16)
+    model = shard(small("rowwise"), BF16)
     f8sub.precompute_scales(model)
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.startswith("f8sub.")]:
@@ -462,7 +466,7 @@ def sending(rank: int, world: int) -> tuple[list[str], str]:
     """Steps of which each sends to the next rank, as a pipeline schedule does."""
     with pytest.MonkeyPatch.context() as patch:
         imitate(patch)
-        model = transformer("rowwise")
+        model = small("rowwise")
         inner = forward_backward_of(model)
 
         def sends(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -490,7 +494,7 @@ def test_what_is_sent_to_one_rank_is_launched(ranks):
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
 def test_clipping_that_is_left_to_a_fused_step(monkeypatch, recipe, within):
     def run() -> tuple[list[list[float]], list[torch.Tensor], str]:
-        model = transformer(recipe, spread=2.0)
+        model = small(recipe, spread=2.0)
         optimizer = adamw(model)
         fused = f8sub.optim.fuse_step(optimizer)
         usual = forward_backward_of(model, clip=None)
@@ -533,7 +537,7 @@ def test_optimizers_of_f8sub(monkeypatch, optimizer_of, primary):
         pytest.skip("primary weights need MasterWeights")
 
     def run() -> tuple[list[float], f8sub.GraphedStep]:
-        model = transformer(None, spread=2.0).bfloat16()
+        model = small(None, spread=2.0).bfloat16()
         f8sub.convert_to_float8(model, recipe="rowwise", primary_weights=primary)
         step = step_of(model, optimizer_of(model))
         return [
@@ -552,7 +556,7 @@ def test_optimizers_of_f8sub(monkeypatch, optimizer_of, primary):
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_checkpointed_blocks(monkeypatch, recipe):
     def run() -> tuple[list[float], str]:
-        model = checkpointed(transformer(recipe, spread=2.0))
+        model = checkpointed(small(recipe, spread=2.0))
         step = step_of(model)
         return [step(*batch_of(index)).item() for index in range(STEPS)], step.how
 

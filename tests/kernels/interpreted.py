@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import make_collections_rare
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WITHOUT = "triton is not installed; it comes with torch for CUDA"
 interpreted = pytest.mark.interpreted
@@ -41,10 +43,12 @@ def _process() -> ProcessPoolExecutor:
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    make_collections_rare()
     # NaN and the inverse of an amax of 0 are what some tests are about.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="numpy|triton")
     np.seterr(all="ignore")
     repair()
+    patch_once()
     take_any_device()
 
 
@@ -93,6 +97,25 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     inexact = np.isfinite(total) & (lost != 0) & (bits & 1 == 0)
     odd = np.where(inexact, bits + np.where((lost > 0) == (total > 0), 1, -1), bits)
     return odd.view(np.float64).astype(np.float32)
+
+
+def patch_once() -> None:
+    """Have the interpreter patch triton.language when a module's first function is called, and leave it so.
+
+    It does at each call, of functions that kernels call too, which is more than a third of what tests take.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, {}
+
+    def patch_for(function: Any) -> Any:
+        names = function.__globals__
+        if id(names) not in patched:
+            patched[id(names)] = names
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_for
 
 
 def repair() -> None:

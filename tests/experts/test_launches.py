@@ -2,17 +2,18 @@
 
 import itertools
 
+import pytest
 import torch
 
 from f8sub import Float8Format
 from tests.kernels.interpreted import needs_triton, take_any_device
 from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noqa: F401
+from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES, WALKS
 
 
-def by_groups() -> None:
+def by_groups(names: tuple[str, ...]) -> None:
     from f8sub.kernels import cuda
     from f8sub.kernels.grouped.operands import ExpertWeights, Groups
-    from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
     take_any_device()
     ends = itertools.cycle((10, 200, 256))
@@ -24,7 +25,7 @@ def by_groups() -> None:
     def matrices() -> dict[str, torch.Tensor]:
         return {"w": torch.randn(3, 256, 128).bfloat16()}
 
-    for format in GROUP_FORMATS.values():
+    for format in map(GROUP_FORMATS.get, names):
         for rowwise, columnwise in USAGES.values():
             row, col = format if rowwise else None, format if columnwise else None
             assert over_other_tensors(
@@ -48,6 +49,12 @@ def by_groups() -> None:
         )
 
 
+OTHERS = tuple(name for name in GROUP_FORMATS if name not in WALKS)
+
+
 @needs_triton
-def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process):  # noqa: F811
-    fresh_process(by_groups)
+@pytest.mark.parametrize(
+    "names", [WALKS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["walks", "others"]
+)
+def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process, names):  # noqa: F811
+    fresh_process(by_groups, names)

@@ -9,7 +9,7 @@
 # VENV, CONSTRAINTS and EXTRAS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
 #
 # Without arguments for pytest, two pytest processes run side by side and take about as long: "ranks" runs the tests that
-# fork ranks or start training jobs, and those of docs/ and graphs/, "one" all others. The first stand in folders named
+# fork ranks or start training jobs, and those of docs/, "one" all others. The first stand in folders named
 # ranks, in tests/recipes and in torchtitan's folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -49,7 +49,7 @@ run_lane() {  # name, arguments of pytest
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
 mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
-with_ranks+=(tests/recipes tests/integrations/torchtitan tests/docs tests/graphs)
+with_ranks+=(tests/recipes tests/integrations/torchtitan tests/docs)
 run_lane ranks "${with_ranks[@]}" &
 ranks=$!
 status=0

@@ -7,8 +7,8 @@ Kernels of Triton that are interpreted are recorded, too; they first run in a re
 
 import contextlib
 import functools
-import gc
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -178,7 +178,8 @@ def _recorded(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def imitate(patch: pytest.MonkeyPatch) -> None:
     """Have ``graph_step`` capture and replay on a CPU, until the patch is undone."""
-    gc.freeze()  # each capture collects, and need not look at what is imported
+    # Here is no memory of an earlier graph's, for which each capture looks through all that is imported.
+    patch.setattr(graph_step, "gc", types.SimpleNamespace(collect=lambda: None))
     patch.setattr(graph_step, "Recorded", Tape)
     patch.setattr(graph_step, "records", lambda device: True)
     patch.setattr(quantize, "quantize_on_cpu", reference.quantize)  # the former reads amaxes on the host

@@ -772,11 +772,6 @@ def in_one_line(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def cuda_device() -> int:
-    """``torch.cuda.current_device`` for who has a tensor on a GPU: it does not ask whether CUDA was begun."""
-    return int(torch._C._cuda_getDevice())
-
-
 def tensors_in_storage(tensor: torch.Tensor) -> int:
     """How many tensors, itself among them, and NumPy arrays lie in a tensor's storage."""
     storage = tensor.untyped_storage()  # the Python object counts, too

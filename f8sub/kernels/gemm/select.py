@@ -1,7 +1,7 @@
 """Selects the kernel for each GEMM: once, at conversion, shown in ``repr``, never replaced."""
 
 import functools
-import itertools
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +16,7 @@ from f8sub.kernels.grouped import gemm as grouped_gemm
 from f8sub.kernels.grouped.gemm import GroupedBackend
 from f8sub.kernels.triton import support
 from f8sub.torch_compat import autocast_dtype
+from f8sub.version import source_digest
 
 if TYPE_CHECKING:
     from f8sub.recipe import GemmSpec, Recipe
@@ -151,17 +152,15 @@ def gemm_nt(
         return run(a, b, out_dtype, fast_accum)
 
 
-_plan_numbers = itertools.count()
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A recipe bound to a device: the backend of each product, None where it stays in high precision.
 
-    A frozen value, so ``torch.compile`` takes it for a constant; ``key`` is its own in ``made``: no int, which dynamo
-    takes for a dynamic one where plans differ. ``any_layout`` says whether all GEMMs read transposed views, so that no
-    codes are ever copied transposed; ``backend`` is what was asked for, see ``select_gemm``; ``grouped``, whether rows
-    are of several experts, whose products are grouped.
+    A frozen value, so ``torch.compile`` takes it for a constant. ``key`` stands for it in compiled code, which torch
+    keeps on disk: it follows from the plan and from the library's code, and so is another one for anything else that
+    would be computed, in any process. It is no int, which dynamo takes for a dynamic one. ``any_layout`` says whether
+    all GEMMs read transposed views, so that no codes are ever copied transposed; ``backend`` is what was asked for, see
+    ``select_gemm``; ``grouped``, whether rows are of several experts, whose products are grouped.
     """
 
     made: ClassVar[dict[str, "Plan"]] = {}
@@ -244,14 +243,15 @@ class Plan:
     @classmethod
     @functools.cache
     def _of(cls, *fields: Any) -> "Plan":
-        """Return the plan of these fields, its key excepted, which is given here."""
-        # Numbered: two plans that are equal in another process have keys of their own there.
-        plan = cls(*(*fields, str(next(_plan_numbers))))
-        cls.made[plan.key] = plan
+        """Return the plan of these fields, its key excepted, which is made here."""
+        told = f"{source_digest()} {fields!r}"
+        plan = cls(*fields, hashlib.blake2b(told.encode(), digest_size=16).hexdigest())
+        if cls.made.setdefault(plan.key, plan) != plan:
+            raise RuntimeError(f"two plans have one key: {plan} and {cls.made[plan.key]}")
         return plan
 
     def __reduce__(self) -> tuple[Callable[..., "Plan"], tuple[Any, ...]]:
-        """Copy to the plan itself; one that is unpickled, maybe on another device, gets a key of this process."""
+        """Copy to the plan itself; one that is unpickled gets the key of this process's code."""
         return Plan._of, tuple(getattr(self, field.name) for field in fields(self) if field.name != "key")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.kernels.triton.support import ALIGNMENT
-from f8sub.torch_compat import cuda_device, empty_strided, in_one_line
+from f8sub.torch_compat import empty_strided, in_one_line
 
 MOST = 4096
 """Kinds that are prepared; then all of them are forgotten."""
@@ -68,7 +68,7 @@ class PreparedLaunches:
         # Tuples: torch.Size is none to what allocates.
         self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.scratch = [(t.shape, t.dtype) for t in scratch]
-        self.current_device = cuda_device if self.device.type == "cuda" else driver.current_device
+        self.current_device = driver.current_device
         self.current_stream = driver.current_stream
         self.empty = empty_strided(self.device)
         values = [value for _, arguments in launches for value in arguments]

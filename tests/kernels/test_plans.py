@@ -1,5 +1,6 @@
 """A plan's key, which stands for it in compiled code that torch keeps on disk."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -58,7 +59,7 @@ def test_a_plan_has_one_key_in_every_process():
 def test_other_code_gives_another_key(monkeypatch):
     before = Plan.make(f8sub.get_recipe("tensorwise"), torch.device("cpu"))
     monkeypatch.setattr(select, "source_digest", lambda: "another")
-    fields = [getattr(before, name) for name in before.__dataclass_fields__ if name != "key"]
+    fields = [getattr(before, field.name) for field in dataclasses.fields(before) if field.name != "key"]
     made = Plan._of.__func__.__wrapped__(Plan, *fields)
     del Plan.made[made.key]
     assert made.key != before.key

@@ -35,9 +35,9 @@ KERNELS_DTYPES = (torch.bfloat16, torch.float16)
 class AttentionState(torch.nn.Module):
     """Holds the amaxes of one attention module's earlier backwards; the modules that call attention have one each.
 
-    Every rank keeps its own: a gradient of activations belongs to one rank, so its scale need not agree with others.
-    The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
-    without them is of a model whose attention was in high precision: they begin again.
+    Within a step each rank has a past of its own; after it, that of all ranks, see ``SharedAttention``. The buffers
+    stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict without them
+    is of a model whose attention was in high precision: they begin again.
 
     Attributes:
         fqn: the module's name.
@@ -64,6 +64,11 @@ class AttentionState(torch.nn.Module):
             for name, shape in (("history", (HISTORY, 4)), ("saturated", (4,)), ("mark", (1,))):
                 buffer = torch.zeros(shape, dtype=torch.float32, device=device)
                 self.register_buffer(name, buffer, persistent=name == "history")
+
+    @property
+    def has_past(self) -> bool:
+        """Whether backward reads the history."""
+        return self.backward != problem.HIGH_PRECISION
 
     @property
     def saturations(self) -> dict[str, int]:

@@ -4,18 +4,32 @@
 whose forward runs under a mode that sends these calls through the state. Modules of transformers call it by way of a
 table of functions, so there the mode is around that function alone, and their class stays. A mode is entered inside of
 the module's forward, so it is there again wherever forward is repeated: in checkpointing and in compiled code.
+
+[Note: shared histories] Ranks that hold the same modules have one history: a maximum over them per optimizer step.
+
+    this rank's backward passes --> history --maximum over the ranks--> the same history on all of them
+
+So any rank's copy is the one to save, and to resume from on any number of ranks. An amax that another rank met errs
+upward, which costs nothing. A converted layer near the attention says which ranks hold it:
+
+- FSDP2 gathers its weight as float8, or it has delayed scaling: the exchange of its weight takes the histories along.
+- Other sharded weights, those of tensor parallelism alone too: an all-reduce of the histories' own.
+- DDP: the same, over its ranks. It broadcasts rank 0's buffers at every forward, and leaves these alone from then on.
 """
 
 import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from typing_extensions import override
 
 from f8sub.attention import cudnn
 from f8sub.attention.state import (
@@ -30,9 +44,16 @@ from f8sub.attention.state import (
     AttentionState,
     InFloat8,
 )
+from f8sub.capture import current_capture
 from f8sub.convert.filters import matches
+from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
-from f8sub.torch_compat import change_and_restore, is_dtensor
+from f8sub.torch_compat import change_and_restore, is_dtensor, remove_hook, running_ddp
+from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
+from f8sub.weights.weight import WeightRecord, is_converted
+
+if TYPE_CHECKING:
+    from f8sub.weights.exchange import Exchange
 
 TABLE = "ALL_ATTENTION_FUNCTIONS"
 """Transformers' table of attention functions, in ``modeling_utils``."""
@@ -136,6 +157,7 @@ def attend_in_float8(
     # All that can be refused is, so an error leaves the model as it was.
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
+    share_histories(model)
     return chosen
 
 
@@ -295,3 +317,199 @@ def _new_module(cls: type[torch.nn.Module]) -> torch.nn.Module:
     kind: Any = cls
     both = _class_in_float8(kind)
     return both.__new__(both)
+
+
+def _joined(states: Iterable[AttentionState]) -> torch.Tensor:
+    """Return a copy of the histories: float32, (states, HISTORY, 4)."""
+    return torch.stack([state.history for state in states])
+
+
+def _raise_to(states: Sequence[AttentionState], maxima: torch.Tensor) -> None:
+    """Write maxima over the ranks to the histories, in place."""
+    # A backward pass may have rolled since the maxima were asked for. What it noted is not overwritten.
+    torch._foreach_maximum_(
+        [state.history for state in states], list(maxima.view(-1, *states[0].history.shape).unbind())
+    )
+
+
+def _states_of(record: WeightRecord) -> Sequence[AttentionState]:
+    module = record.module
+    return () if module is None else module._f8sub.attends
+
+
+class _Riding:
+    """Is the ``Region`` of the histories whose layers' weights are in one exchange."""
+
+    def __init__(
+        self, guest: "SharedAttention", states: Sequence[AttentionState], before: "_Riding | None"
+    ) -> None:
+        self.states, self.size = states, sum(state.history.numel() for state in states)
+        self.covered: int = 0 if before is None else before.covered
+        self.asked_at: int = -1 if before is None else before.asked_at
+        self._guest = guest
+
+    @property
+    def due(self) -> bool:
+        return self._guest.steps > self.covered
+
+    def write(self, out: torch.Tensor) -> None:
+        out.copy_(_joined(self.states).flatten())
+        covered, self.covered = self.covered, self._guest.steps
+        if (capture := current_capture()) is not None:
+            # Replays run no hook, and all of them reduce: after each nothing is due.
+            capture.if_it_fails(lambda: setattr(self, "covered", covered))
+
+    def read(self, reduced: torch.Tensor, weight_amax: torch.Tensor) -> torch.Tensor:
+        _raise_to(self.states, reduced)
+        return reduced.new_zeros(0)
+
+    def report(self, found: torch.Tensor) -> list[str]:
+        return []
+
+
+class SharedAttention(Guest):
+    """Reduces the histories of attention near a conversion's layers, once per optimizer step: its ``Guest``.
+
+    Attributes:
+        steps: optimizer steps of the conversion's weights so far.
+    """
+
+    def __init__(self, conversion: Conversion) -> None:
+        self.steps = 0
+        self._conversion: Conversion = weakref.proxy(conversion)
+        self._apart: dict[Exchange, list[AttentionState]] = {}
+        self._replicas: Replicas | None = None
+
+    @override
+    def entered(self, members: Members, dtypes: ParamDtypes, exchange: "Exchange") -> None:
+        states = [
+            state for record, _ in members if not self._rides(record, dtypes) for state in _states_of(record)
+        ]
+        if states and len(exchange.layout.ranks) > 1:
+            # Begun now, when all of the ranks are here.
+            exchange.group_of(exchange.layout.ranks)
+            self._apart[exchange] = states
+            Conversion.counts_steps = True
+
+    def _rides(self, record: WeightRecord, dtypes: ParamDtypes) -> bool:
+        """Return whether the weight gets a shard, and so the histories near it a region."""
+        is_sent = record.gathered and (record.module, record.name) in dtypes
+        return is_sent or any(guest.prior_of(record) is not None for guest in self._conversion.guests)
+
+    @override
+    def region(self, records: Sequence[WeightRecord], before: Any) -> _Riding | None:
+        by_name = sorted(records, key=lambda record: record.fqn)
+        states = [state for record in by_name for state in _states_of(record)]
+        if not states:
+            return None
+        # From here on optimizers' steps are counted.
+        Conversion.counts_steps = True
+        return _Riding(self, states, before)
+
+    def saw_forward(self) -> bool:
+        """Have DDP's ranks share histories, if it runs the model now; return whether it is known who shares them."""
+        is_sharded = bool(self._apart) or len(self._conversion.exchanges) > 0
+        if self._replicas is None and not is_sharded and (ddp := running_ddp()) is not None:
+            states = ((n, m) for n, m in ddp.module.named_modules() if isinstance(m, AttentionState))
+            buffers = [f"{name}.{buffer}" for name, state in states for buffer in state._buffers]
+            self._replicas = Replicas(ddp, buffers)
+            Conversion.counts_steps = True
+        return is_sharded or self._replicas is not None
+
+    @override
+    def stepped(self, weights: Sequence[torch.Tensor]) -> None:
+        self._count()
+        if (capture := current_capture()) is not None:
+            capture.after_replay(self._count)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self._replicas is not None and (held := self._held()):
+                _raise_to(held, self._replicas.maximum(_joined(held), held[0].fqn))
+            for exchange, states in list(self._apart.items()):
+                self._reduce_apart(exchange, states)
+
+    def _count(self) -> None:
+        self.steps += 1
+
+    def _reduce_apart(self, exchange: "Exchange", states: Sequence[AttentionState]) -> None:
+        ranks = exchange.layout.ranks
+        # No all-gather of float8 brings the ranks together, so they agree: one alone may have stepped.
+        if current_capture() is None and not exchange.all_arrive(ranks, "attention", self.steps):
+            # Their counts of steps differ from now on, and each would wait for the others at every step.
+            del self._apart[exchange]
+            warnings.warn(
+                f"{states[0].fqn}: some ranks stepped an optimizer and others did not, so the amax histories of "
+                "attention in float8 are each rank's own from now on, and a checkpoint has one rank's. Decide on all "
+                "ranks together whether to step",
+                Float8Warning,
+                stacklevel=2,
+            )
+            return
+        maxima = _joined(states)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=exchange.group_of(ranks).of_next_call())
+        _raise_to(states, maxima)
+
+    def _held(self) -> list[AttentionState]:
+        """Return all states, in an order that every rank agrees on."""
+        return [state for record in self._conversion for state in _states_of(record)]
+
+    @override
+    def before_state_dict(self) -> None:
+        """Reduce what is due, if all ranks take or load a state dict now, and finish the reduction under way."""
+        for exchange in self._conversion.exchanges.values():
+            region = exchange.table.regions.get(self)
+            if not isinstance(region, _Riding):
+                continue
+            # Once a step, as there is a call for every layer. On some ranks alone nobody reduces.
+            if region.due and region.asked_at != self.steps:
+                region.asked_at = self.steps
+                if exchange.all_arrive(exchange.layout.ranks, "settle attention", self.steps):
+                    exchange.reduce(report=False)
+            exchange.settle()
+
+
+class AttentionNearLayers(LayerGuest):
+    """Finds the attention near the layers of a model that was converted."""
+
+    @override
+    def converted(self, model: torch.nn.Module, conversion: Conversion) -> None:
+        share_histories(model)
+
+
+def share_histories(model: torch.nn.Module) -> None:
+    """Have the ranks that hold a model's attention share its histories, by the layers near it; in place.
+
+    Those are the converted layers of the smallest part of the model that has any beside the attention. Attention in a
+    model without converted layers is left to itself: nothing is asked of it after a step.
+    """
+    modules = dict(model.named_modules())
+    layers: dict[str, Any] = {fqn: module for fqn, module in modules.items() if is_converted(module)}
+    for layer in layers.values():
+        layer._f8sub.attends = ()
+    for fqn, state in modules.items():
+        if not isinstance(state, AttentionState) or not state.has_past:
+            continue
+        if (layer := _nearest(fqn, layers)) is not None:
+            layer._f8sub.attends = (*layer._f8sub.attends, state)
+            remove_hook(share_attention_hook, model)
+            model.register_forward_pre_hook(functools.partial(share_attention_hook, layer._f8sub.conversion))
+
+
+def _nearest(fqn: str, layers: dict[str, Any]) -> Any:
+    """Return the converted layer in the smallest part of a model with the module ``fqn``; None where there is none."""
+    part = fqn
+    while part:
+        part = part.rpartition(".")[0]
+        inside = [
+            layer for name, layer in layers.items() if f"{name}.".startswith(f"{part}." if part else "")
+        ]
+        if inside:
+            # One that is gathered as float8 has a reduction already.
+            return next((layer for layer in inside if layer._f8sub.float8_all_gather), inside[0])
+    return None
+
+
+def share_attention_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
+    """Find in a forward pre-hook which ranks share histories of attention; removed once that is known."""
+    for guest in () if torch.compiler.is_compiling() else conversion.guests:
+        if isinstance(guest, SharedAttention) and guest.saw_forward():
+            remove_hook(share_attention_hook, module)

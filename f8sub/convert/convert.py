@@ -7,7 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from f8sub.convert.attention import revert_attention
+from f8sub.convert.attention import (
+    AttentionNearLayers,
+    SharedAttention,
+    revert_attention,
+    share_attention_hook,
+)
 from f8sub.convert.checks import (
     Chosen,
     refuse_other_recipe,
@@ -50,11 +55,11 @@ from f8sub.weights.weight import Weight, conversion_of, is_converted, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-GUESTS = (HeldWeights, SkippedSteps, DelayedHistories, ShardChecks, PrimaryWeights)
+GUESTS = (HeldWeights, SkippedSteps, SharedAttention, DelayedHistories, ShardChecks, PrimaryWeights)
 """Who takes part in what the weights of a conversion do together, in the order in which they are asked."""
 LAYER_GUESTS = (
     *(DelayedLayers, ReferenceWarning, KeepX, StoredTransposed, FusedEncoders, SharedInputs),
-    *(PrimaryLayers, Fsdp1),
+    *(PrimaryLayers, Fsdp1, AttentionNearLayers),
 )
 """Who takes part in what happens to its layers, in that order."""
 
@@ -273,7 +278,15 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
         remove_hook(check_ranks_hook, module)
 
 
-HOOKS = (check_ranks_hook, share_histories_hook, open_scope, close_scope, round_to_float8, warn_of_fsdp1)
+HOOKS = (
+    check_ranks_hook,
+    share_histories_hook,
+    share_attention_hook,
+    open_scope,
+    close_scope,
+    round_to_float8,
+    warn_of_fsdp1,
+)
 """The hooks that a conversion puts on modules."""
 
 

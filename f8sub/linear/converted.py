@@ -1,6 +1,6 @@
 """The common part of converted linear layers and modules of experts: state dicts, copies, devices, products."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +50,10 @@ class LayerState:
         float8_all_gather: whether FSDP2 gathers weights as float8 where they allow it.
         weights: the names of its weights, and whether each is stored transposed, (E, K, N).
         keep_x: what is saved of x for wgrad, one of ``saved_input.KEEP_X``; experts have "auto".
+        attends: states of the attention near it, see the note on shared histories in ``convert/attention.py``.
     """
 
-    __slots__ = ("conversion", "float8_all_gather", "fqn", "keep_x", "key", "plan", "weights")
+    __slots__ = ("attends", "conversion", "float8_all_gather", "fqn", "keep_x", "key", "plan", "weights")
 
     key: str
 
@@ -67,6 +68,7 @@ class LayerState:
     ) -> None:
         self.plan, self.fqn, self.conversion = plan, fqn, conversion
         self.float8_all_gather, self.weights, self.keep_x = float8_all_gather, weights, keep_x
+        self.attends: Sequence[torch.nn.Module] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -1,0 +1,278 @@
+"""Ranks that hold the same attention have one history after each optimizer step: a checkpoint may have any rank's."""
+
+import datetime
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import f8sub
+from f8sub.attention.state import CHILD
+from f8sub.weights import agreement
+from tests.attention.models import WIDTH, blocks, same, tokens
+from tests.graphs.tape import imitate
+from tests.wire import Wire
+
+ENTRIES = 16 * 4
+"""Of one module's history."""
+
+
+def model_of(how: str, *, attend_first: bool = False, recipe: str = "tensorwise") -> nn.Module:
+    """Two blocks, on all ranks: ``how`` names the way in which they are sharded."""
+    made = blocks()
+    attend = functools.partial(f8sub.attend_in_float8, made, backend="reference", min_length=0)
+    if attend_first:
+        attend()
+    f8sub.convert_to_float8(
+        made, recipe, min_dim=0, float8_all_gather=how != "high precision", backend="reference"
+    )
+    if not attend_first:
+        attend()
+    return sharded(made, how)
+
+
+def sharded(made: nn.Module, how: str) -> nn.Module:
+    world = dist.get_world_size()
+    if how == "ddp":
+        return DistributedDataParallel(made)
+    mesh = {
+        "hsdp": functools.partial(
+            init_device_mesh, "cpu", (2, world // 2), mesh_dim_names=("replicas", "shards")
+        ),
+        "heads": functools.partial(init_device_mesh, "cpu", (world,), mesh_dim_names=("heads",)),
+        "shards and heads": functools.partial(
+            init_device_mesh, "cpu", (world // 2, 2), mesh_dim_names=("shards", "heads")
+        ),
+    }.get(how, functools.partial(init_device_mesh, "cpu", (world,)))()
+    if "heads" in how:
+        plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.o": RowwiseParallel()}
+        for block in made:
+            parallelize_module(block, mesh["heads"], plan)
+    if how == "heads":
+        return made
+    of_shards = mesh["shards"] if how == "shards and heads" else mesh
+    for block in made:
+        fully_shard(block, mesh=of_shards)
+    return fully_shard(made, mesh=of_shards)
+
+
+def states_of(model: nn.Module) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith(CHILD)]
+
+
+def histories(model: nn.Module) -> torch.Tensor:
+    return torch.stack([state.history.clone() for state in states_of(model)])
+
+
+def data_of(rank: int, how: str, step: int) -> torch.Tensor:
+    """Ranks that share a batch are those of tensor parallelism; all others have larger or smaller tokens."""
+    part = {"heads": 0, "shards and heads": rank // 2}.get(how, rank)
+    return (1 + part) * tokens(length=16, seed=10 * step + part)
+
+
+def train(
+    model: nn.Module, optimizer: Any, rank: int, how: str, steps: range, precompute: bool = True
+) -> list:
+    found = []
+    for step in steps:
+        for micro in range(2):
+            x = data_of(rank, how, 2 * step + micro)
+            loss = (model(x) * torch.linspace(-1, 1, WIDTH)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        before = histories(model)
+        with Wire() as wire:
+            optimizer.step()
+            if precompute:
+                f8sub.precompute_scales(model)
+            model.state_dict()  # a reduction under way ends
+        optimizer.zero_grad()
+        found += [before, histories(model), wire.all_reduces, sum(wire.output_bytes.values())]
+    return found
+
+
+def run(rank: int, how: str, **options: Any) -> tuple[nn.Module, Any, list]:
+    model = model_of(how, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if how not in ("ddp", "heads"):
+        f8sub.precompute_scales(model)
+    return model, optimizer, train(model, optimizer, rank, how, range(2))
+
+
+WAYS = [
+    (2, "fsdp"),
+    (2, "high precision"),
+    (2, "heads"),
+    (2, "ddp"),
+    (4, "hsdp"),
+    (4, "shards and heads"),
+]
+
+
+@pytest.mark.parametrize(("world", "how"), WAYS, ids=[how for _, how in WAYS])
+@pytest.mark.parametrize("attend_first", [False, True])
+def test_histories_are_the_maximum_over_the_ranks(rank, world, how, attend_first):
+    _, _, found = run(rank, how, attend_first=attend_first)
+    for step in range(2):
+        before, after, reduces, _ = found[6 * step + 2 : 6 * step + 6]
+        expected = before.clone()
+        dist.all_reduce(expected, dist.ReduceOp.MAX)
+        assert torch.equal(after, expected)
+        assert (before[:, 0] > 0).all()
+        # The mlp, of which tensor parallelism has no part, is shared by other ranks.
+        assert reduces == (2 if how == "shards and heads" else 1)
+    differ = torch.tensor(float(not torch.equal(before, after)))
+    dist.all_reduce(differ)
+    assert differ > 0
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_they_ride_along(rank, world, recipe):
+    """No collective more than without them, and 256 bytes for each module."""
+    _, _, found = run(rank, "fsdp", recipe=recipe)
+    plain = sharded(f8sub.convert_to_float8(blocks(), recipe, min_dim=0, backend="reference"), "fsdp")
+    f8sub.precompute_scales(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for step in range(2):
+        for micro in range(2):
+            plain(data_of(rank, "fsdp", 2 * step + micro)).square().mean().backward()
+        with Wire() as wire:
+            optimizer.step()
+            f8sub.precompute_scales(plain)
+            plain.state_dict()
+        optimizer.zero_grad()
+        reduces, sent = found[6 * step + 4 : 6 * step + 6]
+        assert reduces == wire.all_reduces == 1
+        assert sent - sum(wire.output_bytes.values()) == 2 * ENTRIES * 4
+
+
+@pytest.mark.parametrize(("world", "how"), WAYS, ids=[how for _, how in WAYS])
+def test_a_resumed_run_is_bitwise_the_same(rank, world, how, tmp_path):
+    model, optimizer, _ = run(rank, how)
+    save(model, optimizer, tmp_path)
+    expected = train(model, optimizer, rank, how, range(2, 4))
+    resumed = model_of(how)
+    optimizer = torch.optim.SGD(resumed.parameters(), lr=0.05, momentum=0.9)
+    load(resumed, optimizer, tmp_path)
+    found = train(resumed, optimizer, rank, how, range(2, 4))
+    assert all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else True
+        for a, b in zip(expected, found, strict=True)
+    )
+
+
+def saved_by_two(rank: int, world: int, folder: Path) -> torch.Tensor:
+    model, optimizer, _ = run(rank, "fsdp")
+    save(model, optimizer, folder)
+    return histories(model)
+
+
+def loaded(rank: int, world: int, folder: Path, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    model = model_of(how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    load(model, optimizer, folder)
+    found = histories(model)
+    train(model, optimizer, rank, how, range(2, 3))
+    return found, histories(model)
+
+
+def test_a_run_goes_on_with_other_ranks(ranks, tmp_path):
+    """The numbers of ranks, and what they share, may be others than those of the run that saved."""
+    expected, again = ranks(2, saved_by_two, tmp_path)
+    assert torch.equal(expected, again)
+    for world, how in ((1, "fsdp"), (3, "fsdp"), (2, "heads"), (4, "hsdp"), (2, "high precision")):
+        found = ranks(world, loaded, tmp_path, how)
+        assert all(torch.equal(at_load, expected) for at_load, _ in found)
+        assert all(torch.equal(later, found[0][1]) for _, later in found)
+        assert not torch.equal(found[0][1], expected)
+
+
+def test_a_state_dict_before_precompute_scales_has_those_of_all_ranks(rank, world):
+    (model, optimizer, _), (other, other_optimizer, _) = run(rank, "fsdp"), run(rank, "fsdp")
+    found = train(model, optimizer, rank, "fsdp", range(2, 4), precompute=False)
+    expected = train(other, other_optimizer, rank, "fsdp", range(2, 4))
+    assert same(found[2:4] + found[8:10], expected[2:4] + expected[8:10])
+
+
+def graphed(rank: int, how: str, imitated: bool) -> tuple[list[torch.Tensor], str]:
+    with pytest.MonkeyPatch.context() as patch:
+        model = model_of(how)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if imitated:
+            imitate(patch)
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = (model(x) * torch.linspace(-1, 1, WIDTH)).square().mean()
+            loss.backward()
+            return loss
+
+        step = f8sub.graph_step(forward_backward, model, optimizer)
+        losses = [step(data_of(rank, how, i)).clone() for i in range(6)]
+        model.state_dict()
+        return [*losses, histories(model)], step.how
+
+
+@pytest.mark.parametrize("how", ["fsdp", "high precision"])
+def test_replays_of_a_graph_reduce_them(rank, world, how):
+    (launched, _), (replayed, kind) = graphed(rank, how, False), graphed(rank, how, True)
+    assert kind == "replayed"
+    assert same(launched, replayed)
+    dist.all_reduce(maximum := replayed[-1].clone(), dist.ReduceOp.MAX)
+    assert torch.equal(replayed[-1], maximum)
+
+
+def test_a_state_dict_that_one_rank_takes_leaves_nobody_waiting(rank, world):
+    model, _, _ = run(rank, "fsdp")
+    for x in (data_of(rank, "fsdp", step) for step in range(2)):
+        model(x).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    if rank == 1:
+        with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=1)):
+            model.state_dict()
+    f8sub.precompute_scales(model)
+    model.state_dict()
+    own = histories(model)
+    dist.all_reduce(maximum := own.clone(), dist.ReduceOp.MAX)
+    assert torch.equal(own, maximum)
+
+
+def test_ranks_that_step_without_the_others_are_told_once(rank, world):
+    _, optimizer, _ = run(rank, "heads")
+    told = "some ranks stepped an optimizer and others did not"
+    with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=50)):
+        if rank == 0:
+            with pytest.warns(f8sub.Float8Warning, match=told):
+                optimizer.step()
+        dist.barrier()
+        if rank == 1:
+            with pytest.warns(f8sub.Float8Warning, match=told):
+                optimizer.step()
+    # Asked again, a rank would wait for the others.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(1 + rank):
+            optimizer.step()
+
+
+def save(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+
+
+def load(model: nn.Module, optimizer: Any, folder: Path) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    held = {"model": weights, "optimizer": states}
+    dcp.load(held, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])

@@ -63,7 +63,8 @@ class AttentionState(torch.nn.Module):
         with torch.inference_mode(mode=False):
             for name, shape in (("history", (HISTORY, 4)), ("saturated", (4,)), ("mark", (1,))):
                 buffer = torch.zeros(shape, dtype=torch.float32, device=device)
-                self.register_buffer(name, buffer, persistent=name == "history")
+                # Of what has no past a checkpoint is that of attention in high precision.
+                self.register_buffer(name, buffer, persistent=name == "history" and self.has_past)
 
     @property
     def has_past(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module, ModuleList
 
+from f8sub.attention.state import AttentionState
 from f8sub.delayed.state import ScalingState, ScalingStates
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
@@ -98,6 +99,8 @@ def _converted(model: Any, options: Options, tokens: int | None) -> Any:
             states.__class__ = _TitanScalingStates
             for state in states:
                 state.__class__ = _TitanScalingState
+        elif isinstance(states, AttentionState):
+            states.__class__ = _TitanAttentionState
     logger.info(f"f8sub: {conversion_report(model).summary}")
     if options.precompute and hasattr(type(model), _HOOKS):
         _attach_when_optimizers_are_built(model)
@@ -149,6 +152,10 @@ def _attach_when_optimizers_are_built(model: Any) -> None:
 
 class _TitanScalingStates(ScalingStates, ModuleList):
     """The states of a layer, as torchtitan's protocol wants every module."""
+
+
+class _TitanAttentionState(AttentionState, Module):
+    """The past of an attention module, with torchtitan's protocol of modules."""
 
 
 class _TitanScalingState(ScalingState, Module):

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from f8sub.convert.attention import attend_in_float8, attention_modules
 from f8sub.convert.class_swap import extensions
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.defaults import MIN_DIM
@@ -34,6 +35,10 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain, all of them if need be."""
+
+HIGH_PRECISION = "high_precision"
+ATTENTION = {HIGH_PRECISION: None, "float8": "float8", "float8_forward": "bf16"}
+"""What ``attention`` may be, and ``backward`` of ``attend_in_float8`` for it."""
 
 SPELLED = {"true": True, "false": False}
 """``experts`` as a command line has it."""
@@ -66,6 +71,9 @@ class Options:
             a byte of each element; see ``f8sub.keep_swiglu_input_in_float8``.
         checkpoint_policy: what blocks save that activation checkpointing wrapped, one of those of
             ``f8sub.checkpoint_policy`` in place of torchtitan's; empty for torchtitan's.
+        attention: "float8" runs ``scaled_dot_product_attention`` over 8192 tokens and more by cuDNN's float8 kernels,
+            which changes numbers; "float8_forward" with its backward in bf16; see ``f8sub.attend_in_float8``. The
+            FlexAttention of torchtitan 0.3's language models is an error. With ``emulate`` sequences of any length.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
         experts: "auto" converts experts of mixtures that are predicted to gain; true all, false none.
@@ -74,8 +82,8 @@ class Options:
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
 
     Raises:
-        Float8ConfigError: no such recipe, option or value of one, ``keep_x`` or policy, a string in place of a list of
-            them, or scales to precompute for weights that are not gathered as float8.
+        Float8ConfigError: no such recipe, option or value of one, ``keep_x``, attention or policy, a string in place
+            of a list of them, or scales to precompute for weights that are not gathered as float8.
     """
 
     recipe_name: str | dict[str, str] = DEFAULT
@@ -89,6 +97,7 @@ class Options:
     fuse_optimizer_step: bool = False
     keep_swiglu_input: str = "high_precision"
     checkpoint_policy: str = ""
+    attention: str = HIGH_PRECISION
     emulate: bool = False
     keep_x: str | dict[str, str] = AUTO
     experts: bool | str = EXPERTS
@@ -102,6 +111,8 @@ class Options:
         layer_keep_x(self.keep_x)
         if self.keep_swiglu_input not in ("high_precision", "float8"):
             raise unknown("keep_swiglu_input", self.keep_swiglu_input, ("high_precision", "float8"))
+        if self.attention not in ATTENTION:
+            raise unknown("attention", self.attention, ATTENTION)
         if self.checkpoint_policy:
             checkpoint_policy(self.checkpoint_policy)
         if self.monitor_every < 0:
@@ -213,6 +224,21 @@ def tokens_of(training: Any, parallelism: Any) -> int | None:
     return int(tokens * experts // (1 if whole else tensors))
 
 
+def _refuse_other_attention(model: torch.nn.Module, asked: str) -> None:
+    """Refuse a model none of whose modules calls ``scaled_dot_product_attention``, before it changes."""
+    if attention_modules(model):
+        return
+    leaves = [type(module).__name__ for module in model.modules() if not module._modules]
+    found = (
+        ", ".join(dict.fromkeys(name for name in leaves if "Attention" in name)) or "none that f8sub knows"
+    )
+    raise Float8ConfigError(
+        f"attention={asked!r}: the model's attention is {found}, and f8sub takes scaled_dot_product_attention. Give "
+        "the model torchtitan's ScaledDotProductAttention, which attends over the borders of documents, or leave out "
+        "the option"
+    )
+
+
 def convert(
     model: Model,
     options: Options,
@@ -228,7 +254,8 @@ def convert(
         tokens: ``tokens_of`` the job, where its config is known.
 
     Raises:
-        Float8ConfigError: nothing is left to convert, or a string of ``filter_fqns`` is in no layer's name.
+        Float8ConfigError: nothing is left to convert, a string of ``filter_fqns`` is in no layer's name, or attention
+            in float8 of a model without ``scaled_dot_product_attention``.
     """
     # torchtitan's linear layers are subclasses of nn.Linear, which convert only where they are known.
     extensions.update(linear_classes)
@@ -239,6 +266,8 @@ def convert(
             f"filter_fqns={idle} is in no linear layer's name; the model has "
             f"{', '.join(dict.fromkeys(map(kind_of, names)))}"
         )
+    if options.attention != HIGH_PRECISION:
+        _refuse_other_attention(model, options.attention)
     convert_to_float8(
         model,
         options.recipe,
@@ -253,6 +282,9 @@ def convert(
         experts=SPELLED.get(str(options.experts).lower(), options.experts),
         tokens=tokens if options.tokens is None else options.tokens,
     )
+    if (backward := ATTENTION[options.attention]) is not None:
+        kernels = {"backend": "reference", "min_length": 0} if options.emulate else {}
+        attend_in_float8(model, backward=backward, **kernels)
     # torchtitan compiles and shards the model later, and hands it back to nobody before it runs.
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:

@@ -12,7 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import f8sub
 from f8sub.experts.module import Float8Experts
 from f8sub.integrations.torchtitan.hooks import KEEP, set_policy
-from f8sub.integrations.torchtitan.options import Options, known, tokens_of
+from f8sub.integrations.torchtitan.options import Options, convert, known, tokens_of
+from f8sub.weights.weight import is_converted
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
 from tests.integrations.torchtitan.runs import alone
@@ -104,6 +105,7 @@ MISTAKES = [
     ({"recipe_name": {"*": "delayed"}, "recipe_options": {"nvfp4": {}}}, r"'nvfp4': \{\}; .*\['delayed'\]"),
     ({"keep_x": "float16"}, r"unknown keep_x 'float16' \(nearest: float8\); choose one of auto"),
     ({"keep_swiglu_input": "fp8"}, r"unknown keep_swiglu_input 'fp8'; choose one of high_precision, float8"),
+    ({"attention": "fp8"}, r"unknown attention 'fp8'.*choose one of high_precision, float8, float8_forward"),
     ({"checkpoint_policy": "all"}, r"unknown keep 'all'; choose one of bf16, gemms"),
 ]
 
@@ -133,6 +135,18 @@ def test_a_mistake_on_the_command_line_is_an_error_before_a_model_is_built(said,
     while errors[-1] is not None:
         errors.append(errors[-1].__cause__ or errors[-1].__context__)
     assert any(isinstance(error, f8sub.Float8ConfigError) for error in errors)
+
+
+@alone
+def test_flex_attention_is_an_error_before_the_model_changes():
+    told = (
+        r"attention='float8': the model's attention is FlexAttention, and f8sub takes scaled_dot_product_att"
+    )
+    options = Options(attention="float8", emulate=True)
+    model = on_meta(debugmodel())
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        convert(model, options, {})
+    assert not any(map(is_converted, model.modules()))
 
 
 def model_of(block: nn.Module, keep: str) -> nn.Module:

@@ -330,6 +330,32 @@ def test_one_rank_reduces_nothing(train):
     assert train(1, GRADIENTS) == train(1, "f8sub")
 
 
+ATTENTION = 'f8sub:{"attention":"float8"}'
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_attention_in_float8(train, world):
+    """By the option alone, and with a backward in bf16."""
+    configs = "f8sub", ATTENTION, 'f8sub:{"attention":"float8_forward"}'
+    usual, ours, forward = (last(train(world, config)) for config in configs)
+    assert len({usual, ours, forward}) == 3
+    assert abs(ours - usual) < 4e-3
+    assert abs(forward - usual) < 4e-3
+
+
+def test_a_run_with_attention_in_float8_resumes_bitwise(any_titan, assets, train, tmp_path):
+    """Ranks have other data, and the checkpoint has one history of each module."""
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+
+    def run(options: str) -> dict[int, float]:
+        arguments = f"{ATTENTION} checkpoint.enable=true {options}".split()
+        return any_titan(2, runs.train, arguments, tmp_path)[-1]["losses"]
+
+    whole = run("")
+    assert whole == train(2, ATTENTION)
+    assert run("checkpoint.load_step=3") == {step: whole[step] for step in (4, 5)}
+
+
 @of_0_3
 def test_swiglu_input_changes_the_loss_a_little(train):
     usual, ours = (last(train(1, config)) for config in ("f8sub", 'f8sub:{"keep_swiglu_input":"float8"}'))

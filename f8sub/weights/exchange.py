@@ -177,10 +177,11 @@ class Exchange:
     def settles_at_once(self) -> bool:
         """True if ``request`` leaves nothing under way: on GPUs, where the current stream waits and the host does not.
 
+        And with regions: histories are in state dicts that trainers take once and save later, as torchtitan 0.2 does.
         A CUDA graph may be captured next, as torchtitan 0.3 does after its first step, and a capture cannot wait for a
         collective that began outside of it. Nor can a replay.
         """
-        return self.layout.device != "cpu"
+        return self.layout.device != "cpu" or len(self.table.regions) > 0
 
     def request(self) -> None:
         """Reduce now, on every rank that calls this, unless one of them does not."""

@@ -4,6 +4,7 @@ A graph is built for one problem on one device, and kept. It takes bytes, and sc
 is read on the host.
 """
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from f8sub.attention.problem import E4M3, E5M2, HIGH_PRECISION, Problem
-from f8sub.attention.scaling import BackwardScales, ForwardScales, K, O, Q, V
+from f8sub.attention.scaling import BackwardScales, ForwardScales, O
 from f8sub.errors import Float8ConfigError
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def why_not_lengths(rows: int, cols: int, backward: str) -> str | None:
     )
 
 
+@functools.cache
 def _frontend() -> Any:
     import cudnn
 
@@ -128,15 +130,24 @@ _local = threading.local()
 """A handle serves one thread at a time, and autograd runs backward in threads of its own."""
 
 
+@dataclasses.dataclass
+class _Handle:
+    """A handle of cuDNN's, and the stream that it was given last."""
+
+    handle: Any
+    stream: int | None = None
+
+
 def _handle(device: torch.device) -> Any:
     handles = _local.__dict__.setdefault("handles", {})
-    if device not in handles:
-        handles[device] = _frontend().create_handle()
-    handle = handles[device]
+    if (found := handles.get(device)) is None:
+        found = handles[device] = _Handle(_frontend().create_handle())
     # The stream may be another one at each call, as that of a capture is.
     stream = torch.cuda.current_stream(device).cuda_stream
-    _frontend().set_stream(handle=handle, stream=stream)
-    return handle
+    if stream != found.stream:
+        _frontend().set_stream(handle=found.handle, stream=stream)
+        found.stream = stream
+    return found.handle
 
 
 _graphs: dict[Any, _Graph] = {}
@@ -156,7 +167,7 @@ def _graph(
             made = build(kind, problem, format, dtype, target)
             # Compiled and loaded here, so a graph that is captured was to run before.
             made.build_plans()
-            _graphs[key] = _Graph(made, made.get_workspace_size())
+            _graphs[key] = _Graph(made, max(1, made.get_workspace_size()))
     return _graphs[key]
 
 
@@ -301,16 +312,39 @@ def _bf16_backward(cudnn: Any, graph: Any, problem: Problem, format: "Float8Form
         tensors.made(tensor, name, io)
 
 
-def _run(made: _Graph, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+def _run(made: _Graph, pointers: dict[int, int], device: torch.device) -> None:
     # Of torch's allocator: freed for later kernels of this stream as soon as this call returns.
-    workspace = torch.empty(max(1, made.workspace), dtype=torch.uint8, device=device)
+    workspace = torch.empty(made.workspace, dtype=torch.uint8, device=device)
     # Addresses: the package would ask each tensor for its own through DLPack, which has no float8.
-    pointers = {_UIDS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
     made.graph.execute(pointers, workspace.data_ptr(), handle=_handle(device))
 
 
-def _named(values: torch.Tensor, *names: str) -> dict[str, torch.Tensor]:
-    return {name: values[i : i + 1] for i, name in enumerate(names)}
+def _numbers(*names: str) -> tuple[int, ...]:
+    return tuple(_UIDS[name] for name in names)
+
+
+_OF_FORWARD = _numbers("q", "k", "v", "o", "stats", "scale_o")
+_OF_BACKWARD = _numbers("dO", "q", "k", "v", "o", "stats", "dQ", "dK", "dV", "descale_dO", "descale_dP")
+_OF_BF16_BACKWARD = _numbers("dO", "q", "k", "v", "o", "stats", "dQ", "dK", "dV")
+_OF_INVERSE = _numbers("descale_q", "descale_k", "descale_v", "descale_o")
+_OF_S = _numbers("scale_s", "descale_s")
+_OF_GRADIENTS = _numbers("scale_dP", "scale_dQ", "scale_dK", "scale_dV")
+_OF_MADE = _numbers("amax_s", "amax_o")
+_OF_AMAXES = _numbers("amax_dP", "amax_dQ", "amax_dK", "amax_dV")
+
+
+def _pointers(
+    numbers: tuple[int, ...],
+    tensors: tuple[torch.Tensor, ...],
+    *vectors: tuple[tuple[int, ...], torch.Tensor],
+) -> dict[int, int]:
+    """Return addresses by a graph's numbers: of tensors, and of the elements of vectors of float32."""
+    pointers = {number: tensor.data_ptr() for number, tensor in zip(numbers, tensors, strict=True)}
+    # By counting: a view of each element costs the host as much as a launch.
+    for of_elements, vector in vectors:
+        first = vector.data_ptr()
+        pointers.update(zip(of_elements, range(first, first + 4 * len(of_elements), 4), strict=True))
+    return pointers
 
 
 def forward(
@@ -321,19 +355,16 @@ def forward(
     # By rows first, as the linear layer after it reads o.
     o = q.new_empty((batch, rows, heads, width), dtype=E4M3.dtype).transpose(1, 2)
     stats = q.new_empty((batch, heads, rows, 1), dtype=torch.float32)
-    given = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "o": o,
-        "stats": stats,
-        "scale_o": scales.of_o,
-        **_named(scales.inverse, "descale_q", "descale_k", "descale_v"),
-        **_named(scales.of_s, "scale_s", "descale_s"),
-        # The graph has these results, which nobody reads.
-        **_named(stats.new_zeros(2), "amax_s", "amax_o"),
-    }
-    _run(_graph("forward", problem, E4M3, q.dtype, q.device), given, q.device)
+    # The graph has these results, which nobody reads.
+    unread = stats.new_empty(2)
+    pointers = _pointers(
+        _OF_FORWARD,
+        (q, k, v, o, stats, scales.of_o),
+        (_OF_INVERSE[:O], scales.inverse),
+        (_OF_S, scales.of_s),
+        (_OF_MADE, unread),
+    )
+    _run(_graph("forward", problem, E4M3, q.dtype, q.device), pointers, q.device)
     return o, stats
 
 
@@ -349,17 +380,15 @@ def backward(
     _, q, k, v, _, stats = given
     grads = tuple(torch.empty_like(x, dtype=E4M3.dtype) for x in (q, k, v))
     amaxes = stats.new_zeros(4)
-    tensors = {
-        **dict(zip(("dO", "q", "k", "v", "o", "stats"), given, strict=True)),
-        **dict(zip(("dQ", "dK", "dV"), grads, strict=True)),
-        "descale_dO": inverse_do,
-        "descale_dP": scales.inverse_dp,
-        **{f"descale_{name}": inverse[i : i + 1] for name, i in zip("qkvo", (Q, K, V, O), strict=True)},
-        **_named(scales.of_s, "scale_s", "descale_s"),
-        **_named(scales.gradients, "scale_dP", "scale_dQ", "scale_dK", "scale_dV"),
-        **_named(amaxes, "amax_dP", "amax_dQ", "amax_dK", "amax_dV"),
-    }
-    _run(_graph("backward", problem, format, q.dtype, q.device), tensors, q.device)
+    pointers = _pointers(
+        _OF_BACKWARD,
+        (*given, *grads, inverse_do, scales.inverse_dp),
+        (_OF_INVERSE, inverse),
+        (_OF_S, scales.of_s),
+        (_OF_GRADIENTS, scales.gradients),
+        (_OF_AMAXES, amaxes),
+    )
+    _run(_graph("backward", problem, format, q.dtype, q.device), pointers, q.device)
     return grads, amaxes
 
 
@@ -369,7 +398,6 @@ def backward_in_high_precision(
     """``reference.backward_in_high_precision``, with results of the dtype of what is given."""
     _, q, k, v, *_ = given
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    names = "dO", "q", "k", "v", "o", "stats", "dQ", "dK", "dV"
-    tensors = dict(zip(names, (*given, dq, dk, dv), strict=True))
-    _run(_graph("bf16 backward", problem, E4M3, q.dtype, q.device), tensors, q.device)
+    pointers = _pointers(_OF_BF16_BACKWARD, (*given, dq, dk, dv))
+    _run(_graph("bf16 backward", problem, E4M3, q.dtype, q.device), pointers, q.device)
     return dq, dk, dv

@@ -189,3 +189,32 @@ def _differentiate(ctx: Any, do: torch.Tensor | None, *of_saved: None) -> tuple[
 
 
 torch.library.register_autograd("f8sub::attention", _differentiate, setup_context=_save)
+
+
+class _Attend(torch.autograd.Function):
+    """``attention`` for eager code, which is given o alone."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        o, *saved = attention(*inputs)
+        ctx.save_for_backward(*saved)
+        # Not saved: a later backward writes to them, which autograd would take for an error.
+        ctx.state, ctx.options = inputs[3:6], inputs[6:]
+        return o  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        made = attention_backward(do, list(ctx.saved_tensors), *ctx.state, *ctx.options)
+        return (*made, *(None,) * 7)
+
+
+def attend(*inputs: Any) -> torch.Tensor:
+    """Return o of ``attention``, whose arguments these are.
+
+    What torch makes of an operator's seven results for autograd keeps the host as long as all that the operator does,
+    so eager code has a function of its own. The operator is inside of it: policies of checkpointing know that.
+    """
+    if torch.compiler.is_compiling():
+        return attention(*inputs)[0]  # type: ignore[no-any-return]
+    return _Attend.apply(*inputs)  # type: ignore[no-any-return]

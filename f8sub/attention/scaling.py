@@ -76,9 +76,8 @@ def forward_scales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Forward
     if support.takes(v):
         from f8sub.kernels.triton import attention_launch
 
-        out = torch.empty(7, dtype=torch.float32, device=v.device)
         with support.device_of(v):
-            attention_launch.forward_scales(q, k, v, out, HEADROOM, OF_1).run()
+            out = attention_launch.scales_of_forward((q, k, v), HEADROOM, OF_1)
         return ForwardScales(out[:4], out[4:5], out[5:])
     # o is a mean of rows of v, so its scale is v's, with room for probabilities that were rounded up.
     inverse = torch.cat([q.view(1), k.view(1), v.view(1), v.view(1) / HEADROOM])
@@ -117,12 +116,9 @@ def backward_scales(
     if support.takes(history):
         from f8sub.kernels.triton import attention_launch
 
-        out = torch.empty(7, dtype=torch.float32, device=history.device)
+        numbers = of_dp, terms, top, MARGIN, OF_1, LARGEST
         with support.device_of(history):
-            attention_launch.backward_scales(
-                (inverse, inverse_do, history, out),
-                (of_dp, terms, top, MARGIN, OF_1, LARGEST),
-            ).run()
+            out = attention_launch.scales_of_backward((inverse, inverse_do, history), numbers)
         return BackwardScales(out[:4], out[4:5], out[5:])
     # An amax is what its scale brings to the largest number.
     amax_q, amax_k, amax_v = (inverse[:3] * OF_1).unbind()

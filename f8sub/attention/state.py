@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from f8sub.attention import cudnn, problem
-from f8sub.attention.ops import attention
+from f8sub.attention.ops import attend
 from f8sub.attention.scaling import GRADIENTS, HISTORY
 from f8sub.formats import HIGH_PRECISION
 from f8sub.torch_compat import autocast_dtype, constant_result, is_dtensor
@@ -140,7 +140,7 @@ class AttentionState(torch.nn.Module):
         backend = REFERENCE if self.backend == REFERENCE else CUDNN
         factor = q.shape[3] ** -0.5 if scale is None else scale
         state = self.history, self.saturated, self.mark
-        o: torch.Tensor = attention(q, k, v, *state, is_causal, factor, backend, self.backward)[0]
+        o = attend(q, k, v, *state, is_causal, factor, backend, self.backward)
         if not torch.compiler.is_compiling() and self._is_asked and torch.is_grad_enabled():
             # A product more than float8 has, in a step of many: autograd need not know of it.
             with torch.no_grad():

@@ -131,9 +131,7 @@ class Float8:
         self.state = [torch.zeros(n, device=session.device) for n in ((HISTORY, 4), 4, 1)]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        made = ops.attention(q, k, v, *self.state, True, WIDTH**-0.5, self.backend, self.backward)
-        o: torch.Tensor = made[0]
-        return o
+        return ops.attend(q, k, v, *self.state, True, WIDTH**-0.5, self.backend, self.backward)
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""The launches of ``attention.py``'s kernels."""
+"""The launches of ``attention.py``'s kernels, and results by launches that are prepared once for each kind of call."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from f8sub.kernels.triton import attention
-from f8sub.kernels.triton.launch import Launch
+from f8sub.kernels.triton.launch import Launch, Launches, run
 from f8sub.kernels.triton.quantize_launch import CODES
 
 BLOCK = 8192
@@ -64,3 +65,46 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) 
         "BLOCK": BLOCK,
     }
     return Launch(attention.dequantize, -(-n // BLOCK), arguments, {"num_warps": 4})
+
+
+def scales_of_forward(given: Sequence[torch.Tensor], headroom: float, of_1: float) -> torch.Tensor:
+    """Return float32, (7,), from the inverse scales of q, k and v."""
+    return _made(
+        ("scales of forward", headroom, of_1),
+        given,
+        lambda: given[0].new_empty(7),
+        lambda out: forward_scales(*given, out, headroom, of_1),
+    )
+
+
+def scales_of_backward(given: Sequence[torch.Tensor], numbers: tuple[float, ...]) -> torch.Tensor:
+    """Return float32, (7,), from the inverse scales of forward and of dO, and a history."""
+    return _made(
+        ("scales of backward", numbers),
+        given,
+        lambda: given[0].new_empty(7),
+        lambda out: backward_scales((*given, out), numbers),
+    )
+
+
+def dequantized(codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what codes without gaps in memory stand for."""
+    return _made(
+        ("dequantized", dtype),
+        (codes, scale_inv),
+        lambda: torch.empty_like(codes, dtype=dtype),
+        lambda out: dequantize(codes, scale_inv, out),
+    )
+
+
+def _made(
+    kind: Any,
+    given: Sequence[torch.Tensor],
+    empty: Callable[[], torch.Tensor],
+    launch: Callable[[torch.Tensor], Launch],
+) -> torch.Tensor:
+    def make() -> Launches:
+        out = empty()
+        return Launches([launch(out)], [out], [])
+
+    return run(kind, given, make)[0]

@@ -6,7 +6,8 @@ that fails is a line with its error.
     python scripts/bench/attention.py --seconds 150
 
 case "time": milliseconds of forward, backward and both, with all casts from and to bf16; ``saved_mb`` and ``peak_mb``
-of one forward and backward beyond the inputs; ``host_ms`` to launch both.
+of one forward and backward beyond the inputs; ``host_ms`` to launch both, and of that within cuDNN's graphs. Where
+transformer_engine is installed, its DotProductAttention in float8 is an arm of "time" and of "accuracy".
 case "accuracy": SQNR in dB of o, dq, dk, dv against float32 attention of the same bf16 inputs, of the kernels and of
 f8sub's reference; ``close_db`` is of the kernels against the reference.
 case "step": forward and backward of Llama 3 8B blocks, compiled, arms in turns; ``over_bf16`` is speed.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import json
 import math
 import statistics
@@ -89,13 +91,29 @@ class Session:
         torch.cuda.synchronize()
         return statistics.median(before.elapsed_time(after) for before, after in pairs)
 
-    def host_ms(self, run: Callable[[], Any]) -> float:
+    def host_ms(self, run: Callable[[], Any]) -> list[float]:
+        """Medians of what a call keeps the host, and of the part of it within cuDNN's graphs."""
+        within: list[float] = []
+        launch = cudnn._run
+
+        def timed(*given: Any) -> None:
+            start = time.perf_counter()
+            launch(*given)
+            within[-1] += time.perf_counter() - start
+
+        taken = []
+        cudnn._run = timed
+        try:
+            for _ in range(1 if self.smoke else 10):
+                self.synchronize()
+                within.append(0.0)
+                start = time.perf_counter()
+                run()
+                taken.append(time.perf_counter() - start)
+        finally:
+            cudnn._run = launch
         self.synchronize()
-        start = time.perf_counter()
-        run()
-        taken = time.perf_counter() - start
-        self.synchronize()
-        return 1e3 * taken
+        return [round(1e3 * statistics.median(each), 3) for each in (taken, within)]
 
     def allocated_mb(self) -> float:
         return torch.cuda.memory_allocated() / 2**20 if self.device == "cuda" else 0.0
@@ -134,6 +152,37 @@ class Float8:
         return ops.attend(q, k, v, *self.state, True, WIDTH**-0.5, self.backend, self.backward)
 
 
+class TransformerEngine:
+    """TransformerEngine's attention in float8, by delayed scaling as its documentation has it."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling, Format
+
+        self.heads, recipe = heads, DelayedScaling(fp8_format=Format.HYBRID, fp8_dpa=True)
+        # Its newer name first.
+        autocast: Any = getattr(te, "autocast", None)
+        self.context = (
+            functools.partial(autocast, enabled=True, recipe=recipe)
+            if autocast is not None
+            else functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=recipe)
+        )
+        self.attention = te.DotProductAttention(
+            heads, WIDTH, num_gqa_groups=kv_heads, attn_mask_type="causal", qkv_format="bshd"
+        )
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with self.context():
+            o = self.attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return o.unflatten(-1, (self.heads, WIDTH)).transpose(1, 2)
+
+
+def why_no_peer() -> str | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed: pip install --no-build-isolation 'transformer_engine[pytorch]'"
+    return None
+
+
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -162,7 +211,7 @@ def time_one(session: Session, name: str, call: Any, batch: int, length: int) ->
     say(
         case="time", kind=name, batch=batch, length=length, forward_ms=round(forward, 3),
         backward_ms=round(backward, 3), both_ms=round(session.median_ms(both), 3),
-        host_ms=round(session.host_ms(both), 3), saved_mb=round(saved, 1), peak_mb=round(peak, 1),
+        host_ms=session.host_ms(both), saved_mb=round(saved, 1), peak_mb=round(peak, 1),
     )  # fmt: skip
 
 
@@ -172,6 +221,15 @@ def times(session: Session, batch: int, length: int) -> None:
     for backward in BACKWARDS:
         call = Float8(session, backward)
         session.attempt(f"time {backward}", 3, time_one, f"float8, backward {backward}", call, batch, length)
+    if why_no_peer() is None:
+        name = "TransformerEngine, float8"
+        session.attempt(
+            f"time {name}",
+            3,
+            lambda *how: time_one(how[0], name, TransformerEngine(HEADS, KV_HEADS), *how[1:]),
+            batch,
+            length,
+        )
     with f8sub.prefer_cudnn_attention():
         session.attempt("time bf16", 3, time_one, "bf16 sdpa, again", sdpa, batch, length)
 
@@ -228,6 +286,9 @@ def accuracy(session: Session, kind: str, length: int, heads: int, kv_heads: int
         saturated = call.state[1].tolist()
         told(f"backward {backward}", made, close_db=close, amaxes=amaxes, saturated=saturated)
         told(f"backward {backward}, reference", expected)
+    if why_no_peer() is None:
+        peer = TransformerEngine(heads, kv_heads)
+        told("TransformerEngine, float8", [results(peer, given) for _ in range(2)][1])
 
 
 class Block(nn.Module):
@@ -348,6 +409,7 @@ def main() -> None:
     why = None if session.smoke else cudnn.why_not(torch.device("cuda"))
     name = torch.cuda.get_device_name() if session.device == "cuda" else "cpu"
     say(device=name, torch=torch.__version__, cudnn=torch.backends.cudnn.version(), why_not=why)
+    say(peer="TransformerEngine", why_not=why_no_peer())
     if why is not None:
         return
     shapes = [(1, 64), (2, 32), (1, 96)] if session.smoke else SHAPES

@@ -1,7 +1,8 @@
 """Host time of float8 operators, without what CUDA itself takes: on any machine, by a driver that launches nothing.
 
-What eager code calls (quantize both usages, transpose, multiply) and, of the same kernels, the launch alone, by
-``Launch.run`` and by Triton. In turns, in one process; the medians, with the distance of their quartiles.
+What eager code calls (quantize both usages, transpose, multiply, attention in float8) and, of the same kernels, the
+launch alone, by ``Launch.run`` and by Triton. In turns, in one process; the medians, with the distance of their
+quartiles.
 
     python scripts/bench/launches.py --json launches.json
 """
@@ -12,12 +13,16 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import f8sub
 from f8sub import Operand
-from f8sub.kernels import cuda, ops, scales
+from f8sub.attention import cudnn
+from f8sub.attention.ops import attend
+from f8sub.attention.scaling import HISTORY
+from f8sub.kernels import cuda, ops, quantize, scales
 from f8sub.kernels.gemm import blockwise
 from f8sub.kernels.gemm.tuning import Rows
 from f8sub.kernels.graph_ops import direct
@@ -85,6 +90,39 @@ def cases() -> dict[str, Callable[[], object]]:
     return found
 
 
+class NoGraph:
+    """A graph of cuDNN's that computes nothing."""
+
+    build_plans = execute = staticmethod(lambda *given, **named: None)
+    get_workspace_size = staticmethod(lambda: 16)
+
+
+def attention_cases() -> dict[str, Callable[[], object]]:
+    """Attention in float8, without what the package nvidia-cudnn-frontend and CUDA take."""
+    cudnn.build = lambda *given: NoGraph()
+    cudnn._handle = lambda device: None
+    cudnn._compute_capability = lambda device: 90
+    # A tensor of the CPU is cast as one of a GPU.
+    quantize.quantize_on_cpu = lambda x, row, col, *how: cuda.quantize(x, row, col, *how)
+    q, k, v, do = (torch.randn(1, 128, h, 16).bfloat16().transpose(1, 2) for h in (2, 1, 1, 2))
+    state = [torch.zeros(n) for n in ((HISTORY, 4), 4, 1)]
+    found: dict[str, Callable[[], object]] = {}
+    for backward in ("e4m3", "bf16"):
+        given = *(x.detach().requires_grad_() for x in (q, k, v)), *state, True, 0.25, "cudnn", backward
+
+        def forward(given: tuple[Any, ...] = given) -> torch.Tensor:
+            return attend(*given)
+
+        def both(given: tuple[Any, ...] = given) -> object:
+            return torch.autograd.grad(attend(*given), given[:3], do)
+
+        found |= {
+            f"attention, forward, backward {backward}": forward,
+            f"attention, both, backward {backward}": both,
+        }
+    return found
+
+
 def time_calls(run: Callable[[], object], calls: int) -> float:
     """Microseconds of CPU time a call."""
     start = time.process_time()
@@ -103,7 +141,7 @@ def main() -> None:
     support.takes = lambda x: x.numel() > 0
     support.device_of = contextlib.nullcontext
     blockwise.multiprocessors = gemm.multiprocessors = lambda _: MULTIPROCESSORS
-    runs = cases()
+    runs = cases() | attention_cases()
     for run in (*runs.values(), *runs.values()):  # what is launched again is kept from the second call on
         run()
     timers = {name: functools.partial(time_calls, run, given.calls) for name, run in runs.items()}

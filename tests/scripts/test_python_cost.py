@@ -22,6 +22,7 @@ def test_launches_of_every_operator_are_timed(run_script):
     for name in ("tensorwise", "rowwise", "blockwise", "gridquant"):
         assert f"{name}: quantize x, both usages" in done.stdout
     assert "multiply, blockwise" in done.stdout
+    assert "attention, both, backward e4m3" in done.stdout
 
 
 @pytest.mark.long

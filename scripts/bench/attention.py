@@ -215,6 +215,10 @@ def time_one(session: Session, name: str, call: Any, batch: int, length: int) ->
     )  # fmt: skip
 
 
+def time_peer(session: Session, batch: int, length: int) -> None:
+    time_one(session, "TransformerEngine, float8", TransformerEngine(HEADS, KV_HEADS), batch, length)
+
+
 def times(session: Session, batch: int, length: int) -> None:
     with f8sub.prefer_cudnn_attention():
         session.attempt("time bf16", 3, time_one, "bf16 sdpa", sdpa, batch, length)
@@ -222,14 +226,7 @@ def times(session: Session, batch: int, length: int) -> None:
         call = Float8(session, backward)
         session.attempt(f"time {backward}", 3, time_one, f"float8, backward {backward}", call, batch, length)
     if why_no_peer() is None:
-        name = "TransformerEngine, float8"
-        session.attempt(
-            f"time {name}",
-            3,
-            lambda *how: time_one(how[0], name, TransformerEngine(HEADS, KV_HEADS), *how[1:]),
-            batch,
-            length,
-        )
+        session.attempt("time TransformerEngine", 3, time_peer, batch, length)
     with f8sub.prefer_cudnn_attention():
         session.attempt("time bf16", 3, time_one, "bf16 sdpa, again", sdpa, batch, length)
 

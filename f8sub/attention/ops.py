@@ -204,7 +204,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[Any, ...]:
         made = attention_backward(do, list(ctx.saved_tensors), *ctx.state, *ctx.options)
         return (*made, *(None,) * 7)
 
@@ -212,9 +212,9 @@ class _Attend(torch.autograd.Function):
 def attend(*inputs: Any) -> torch.Tensor:
     """Return o of ``attention``, whose arguments these are.
 
-    What torch makes of an operator's seven results for autograd keeps the host as long as all that the operator does,
-    so eager code has a function of its own. The operator is inside of it: policies of checkpointing know that.
+    What torch makes of an operator's seven results for autograd keeps the host longer than a function of one result
+    does, so eager code has such a function. It calls the operator, which policies of checkpointing know.
     """
     if torch.compiler.is_compiling():
         return attention(*inputs)[0]  # type: ignore[no-any-return]
-    return _Attend.apply(*inputs)  # type: ignore[no-any-return]
+    return _Attend.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]

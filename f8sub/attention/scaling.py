@@ -77,7 +77,7 @@ def forward_scales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Forward
         from f8sub.kernels.triton import attention_launch
 
         with support.device_of(v):
-            out = attention_launch.scales_of_forward((q, k, v), HEADROOM, OF_1)
+            out = attention_launch.scales_of_forward(q, k, v, HEADROOM, OF_1)
         return ForwardScales(out[:4], out[4:5], out[5:])
     # o is a mean of rows of v, so its scale is v's, with room for probabilities that were rounded up.
     inverse = torch.cat([q.view(1), k.view(1), v.view(1), v.view(1) / HEADROOM])

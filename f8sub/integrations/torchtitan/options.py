@@ -283,8 +283,11 @@ def convert(
         tokens=tokens if options.tokens is None else options.tokens,
     )
     if (backward := ATTENTION[options.attention]) is not None:
-        kernels = {"backend": "reference", "min_length": 0} if options.emulate else {}
-        attend_in_float8(model, backward=backward, **kernels)
+        # What is emulated is tried out, on sequences that are short.
+        if options.emulate:
+            attend_in_float8(model, backward=backward, min_length=0, backend="reference")
+        else:
+            attend_in_float8(model, backward=backward)
     # torchtitan compiles and shards the model later, and hands it back to nobody before it runs.
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:

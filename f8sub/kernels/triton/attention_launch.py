@@ -67,13 +67,15 @@ def dequantize(codes: torch.Tensor, scale_inv: torch.Tensor, out: torch.Tensor) 
     return Launch(attention.dequantize, -(-n // BLOCK), arguments, {"num_warps": 4})
 
 
-def scales_of_forward(given: Sequence[torch.Tensor], headroom: float, of_1: float) -> torch.Tensor:
+def scales_of_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, headroom: float, of_1: float
+) -> torch.Tensor:
     """Return float32, (7,), from the inverse scales of q, k and v."""
     return _made(
         ("scales of forward", headroom, of_1),
-        given,
-        lambda: given[0].new_empty(7),
-        lambda out: forward_scales(*given, out, headroom, of_1),
+        (q, k, v),
+        lambda: v.new_empty(7),
+        lambda out: forward_scales(q, k, v, out, headroom, of_1),
     )
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 import f8sub
+from f8sub.attention import cudnn
 from f8sub.formats import ScaleRule
 from f8sub.gradients import wire
 from f8sub.weights.weight import local_tensor
@@ -125,6 +126,15 @@ def arm_of(name: str) -> Arm:
     return arm
 
 
+def attention_backend() -> str:
+    """The kernels on a GPU, the reference elsewhere; never high precision without a word."""
+    if not torch.cuda.is_available():
+        return "reference"
+    if (reason := cudnn.why_not(torch.device("cuda", torch.cuda.current_device()))) is not None:
+        raise SystemExit(f"an arm with attention in float8: {reason}")
+    return "auto"
+
+
 def convert(arm: Arm, model: nn.Module, settings: Any) -> None:
     """What f8sub_pretrain's function of this name does, with what the arm is."""
     f8sub.convert_to_float8(
@@ -136,7 +146,7 @@ def convert(arm: Arm, model: nn.Module, settings: Any) -> None:
     )
     if arm.attention:
         # Numbers are compared, also of sequences that are too short to gain time.
-        f8sub.attend_in_float8(model, backward=arm.attention, min_length=1)
+        f8sub.attend_in_float8(model, backward=arm.attention, min_length=1, backend=attention_backend())
 
 
 FORWARDS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,7 @@
 """Has torchtitan's config of a model build it in float8, in 0.3 and after."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +10,6 @@ import torch
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module, ModuleList
 
-from f8sub.attention.state import AttentionState
-from f8sub.delayed.state import ScalingState, ScalingStates
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.hooks import attach
@@ -93,14 +92,10 @@ def then(
 
 def _converted(model: Any, options: Options, tokens: int | None) -> Any:
     convert(model, options, _convertible(model), tokens)
-    for states in model.modules():
-        if isinstance(states, ScalingStates):
-            # torchtitan asks every module of a model for its protocol, such as how to initialize.
-            states.__class__ = _TitanScalingStates
-            for state in states:
-                state.__class__ = _TitanScalingState
-        elif isinstance(states, AttentionState):
-            states.__class__ = _TitanAttentionState
+    for module in model.modules():
+        # torchtitan asks every module of a model for its protocol, such as how to initialize: states of ours, too.
+        if type(module).__module__.startswith("f8sub.") and not isinstance(module, Module):
+            module.__class__ = _with_protocol(type(module))
     logger.info(f"f8sub: {conversion_report(model).summary}")
     if options.precompute and hasattr(type(model), _HOOKS):
         _attach_when_optimizers_are_built(model)
@@ -150,13 +145,10 @@ def _attach_when_optimizers_are_built(model: Any) -> None:
     model.__class__ = type(cls.__name__, (cls,), {**names, _HOOKS: classmethod(hooks)})
 
 
-class _TitanScalingStates(ScalingStates, ModuleList):
-    """The states of a layer, as torchtitan's protocol wants every module."""
-
-
-class _TitanAttentionState(AttentionState, Module):
-    """The past of an attention module, with torchtitan's protocol of modules."""
-
-
-class _TitanScalingState(ScalingState, Module):
-    """Holds amax histories, with torchtitan's protocol of modules."""
+@functools.cache
+def _with_protocol(cls: Any) -> Any:
+    """Return a class that has torchtitan's protocol of modules besides."""
+    protocol = ModuleList if issubclass(cls, torch.nn.ModuleList) else Module
+    return type(
+        cls.__name__, (cls, protocol), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )

@@ -327,9 +327,8 @@ def _joined(states: Iterable[AttentionState]) -> torch.Tensor:
 def _raise_to(states: Sequence[AttentionState], maxima: torch.Tensor) -> None:
     """Write maxima over the ranks to the histories, in place."""
     # A backward pass may have rolled since the maxima were asked for. What it noted is not overwritten.
-    torch._foreach_maximum_(
-        [state.history for state in states], list(maxima.view(-1, *states[0].history.shape).unbind())
-    )
+    found = torch.maximum(_joined(states), maxima.view(len(states), *states[0].history.shape))
+    torch._foreach_copy_([state.history for state in states], list(found.unbind()))
 
 
 def _states_of(record: WeightRecord) -> Sequence[AttentionState]:

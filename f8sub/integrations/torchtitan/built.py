@@ -93,9 +93,10 @@ def then(
 def _converted(model: Any, options: Options, tokens: int | None) -> Any:
     convert(model, options, _convertible(model), tokens)
     for module in model.modules():
+        cls: Any = type(module)
         # torchtitan asks every module of a model for its protocol, such as how to initialize: states of ours, too.
-        if type(module).__module__.startswith("f8sub.") and not isinstance(module, Module):
-            module.__class__ = _with_protocol(type(module))
+        if cls.__module__.startswith("f8sub.") and not issubclass(cls, Module):
+            module.__class__ = _with_protocol(cls)
     logger.info(f"f8sub: {conversion_report(model).summary}")
     if options.precompute and hasattr(type(model), _HOOKS):
         _attach_when_optimizers_are_built(model)

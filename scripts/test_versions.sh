@@ -9,7 +9,7 @@
 #
 # Environments are made in .venv-versions: 1 GB with the torch of constraints.txt, 6 GB with another, which comes for
 # CUDA. The row "newest" asks the index what is newest when it runs, and prints it. A row "over" has packages that go
-# before those of .venv: the Triton of another torch, with the torch of constraints.txt, 0.5 GB.
+# before those of .venv: the Triton of another torch, or a trainer, with the torch of constraints.txt, 0.5 GB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,6 +17,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # tests of these files; where there is no suite, or the packages go over .venv's, all of their tests. Then f8sub's extras, if they are others than those
 # of test.sh: TRL wants a newer datasets than torchtitan takes.
 of_0_2="tests/integrations/torchtitan/test_training.py tests/integrations/torchtitan/test_job_config.py tests/scripts/test_titan.py"
+# What axolotl and NeMo AutoModel import on a CPU, in the versions that they want; pip would bring CUDA's packages.
+axolotl="axolotl==0.19.0 transformers==5.16.1 accelerate==1.13.0 peft==0.20.0 trl==1.9.0 torchao==0.17.0 datasets==4.8.4"
+axolotl+=" huggingface-hub==1.17.0 tokenizers==0.23.1 pydantic==2.12.5 pydantic-core==2.41.5 typer==0.25.1 addict==2.4.0"
+axolotl+=" art==6.5 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 backoff==2.2.1 bitsandbytes==0.50.2 fire==0.7.1"
+axolotl+=" evaluate==0.4.1 fastcore==2.2.41 posthog==6.7.11 python-dotenv==1.0.1 schedulefree==1.4.1 scipy==1.17.1 six==1.17.0"
+axolotl+=" numba==0.68.1 llvmlite==0.50.0 nvidia-ml-py==13.615.71 optimum==1.16.2 termcolor==3.3.0 trackio==0.19.0"
+automodel="nemo-automodel==0.7.0 transformers==5.18.0 megatron-fsdp==0.5.0"
+callers="tests/integrations/test_callers_of_torchao.py"
+with_callers="train,torchao,torchtitan,trainers,dev"
 rows="
 torchtitan0.2 | constraints.txt        | torchtitan==0.2.2                             |       | $of_0_2
 torch2.11     | constraints.txt        | torch==2.11.0 triton==3.6.0 torchtitan==0.2.2 | suite | $of_0_2 tests/linear/test_policies.py tests/linear/test_casts.py tests/convert/test_swiglu_input.py tests/convert/ranks
@@ -24,6 +33,8 @@ torch2.14     | constraints.txt        | torch==2.14.1 triton==3.8.0            
 torch2.15     | constraints-newest.txt |                                               | suite |
 trl           | constraints.txt        | trl==1.16.0 datasets==5.2.0                   |       | tests/recipes/test_trl.py | train,trainers,trl,dev
 triton3.6     | constraints.txt        | triton==3.6.0                                 | over  | tests/kernels/test_compiled.py -k test_every_kernel
+axolotl       | constraints.txt        | $axolotl | over | $callers | $with_callers
+automodel     | constraints.txt        | $automodel | over | $callers | $with_callers
 newest        | constraints-newest.txt | torch triton torchtitan transformers accelerate peft lightning torchao | suite |
 "
 
@@ -37,18 +48,21 @@ latest() {  # a package's newest release on the index, as in torch==2.15.0
     echo "$1==$found"
 }
 
-run_over() {  # folder, a package and version, arguments of pytest
-    local folder=$1 package=$2 found
+run_over() {  # folder, packages and versions in one word, arguments of pytest
+    local folder=$1 packages=$2 package found
     shift 2
-    ./scripts/setup_env.sh dev,torchtitan
+    ./scripts/setup_env.sh "${EXTRAS:-dev,torchtitan}"
     if [ ! -e "$folder/complete" ]; then
         rm -rf "$folder"
-        .venv/bin/python -m pip install --quiet --no-deps --target "$folder" "$package"
+        # shellcheck disable=SC2086  # several words
+        .venv/bin/python -m pip install --quiet --no-deps --target "$folder" $packages
         touch "$folder/complete"
     fi
     export PYTHONPATH=$folder:$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    found=$(.venv/bin/python -c "import importlib.metadata as m; print(m.version('${package%%==*}'))")
-    [ "$found" = "${package##*==}" ] || { echo "test_versions.sh: found $found, not $package" >&2; return 1; }
+    for package in $packages; do
+        found=$(.venv/bin/python -c "import importlib.metadata as m; print(m.version('${package%%==*}'))")
+        [ "$found" = "${package##*==}" ] || { echo "test_versions.sh: found $found, not $package" >&2; return 1; }
+    done
     .venv/bin/python -m pytest -q "$@"
 }
 

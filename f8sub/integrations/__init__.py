@@ -5,7 +5,7 @@ from typing import Any
 
 from f8sub.errors import no_attribute
 
-_MODULES = ("accelerate", "lightning", "torchao", "torchtitan", "transformers")
+_MODULES = ("accelerate", "axolotl", "lightning", "torchao", "torchtitan", "transformers")
 
 
 def __getattr__(name: str) -> Any:

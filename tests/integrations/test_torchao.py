@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 
 import accelerate_fsdp2
@@ -97,6 +98,43 @@ def test_flags_are_honoured(taken):
     torchao.float8.convert_to_float8_training(model[0])
     assert not model[0]._f8sub.float8_all_gather
     torchao.float8.precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def test_the_call_of_axolotl(taken):
+    """axolotl/core/fp8.py of 0.19.0: what the YAML file leaves out is None, not False."""
+    named = Float8LinearConfig.from_recipe_name("tensorwise")
+    config = replace(named, enable_fsdp_float8_all_gather=None, force_recompute_fp8_weight_in_bwd=False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 48)))
+    asked = []
+
+    def keep_routers(module, fqn):
+        """axolotl/monkeypatch/accelerate/float8_moe_filter.py."""
+        asked.append(fqn)
+        return "gate" not in fqn.split(".")
+
+    torchao.float8.convert_to_float8_training(model, config=config, module_filter_fn=keep_routers)
+    assert model[0]._f8sub.plan.recipe == f8sub.get_recipe("tensorwise")
+    assert model[0]._f8sub.float8_all_gather is False
+    assert {"0", "1.0"} <= {*asked}
+
+
+def test_the_call_of_nemo_automodel(taken):
+    """nemo_automodel/components/quantization/fp8.py of 0.7.0: in place, and it counts layers by class or its name."""
+    config = Float8LinearConfig(
+        enable_fsdp_float8_all_gather=True, force_recompute_fp8_weight_in_bwd=True, emulate=True
+    )
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 50))
+
+    def multiples_of_16(module, name, filter_fqns):
+        unlisted = not any(fqn in name for fqn in filter_fqns)
+        return unlisted and isinstance(module, nn.Linear) and not any(n % 16 for n in module.weight.shape)
+
+    torchao.float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=partial(multiples_of_16, filter_fqns=["lm_head"])
+    )
+    assert [type(layer).__name__ for layer in model] == ["Float8Linear", "Linear"]
+    assert isinstance(model[0], nn.Linear)
+    assert model[0]._f8sub.float8_all_gather is True
 
 
 @dataclass(frozen=True)

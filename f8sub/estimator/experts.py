@@ -109,7 +109,10 @@ def gain_of(products: Sequence[Product], recipe: "Recipe", gpu: Gpu, tokens: flo
 
     enough = _least(speedup), _least(functools.partial(speedup, gathered=True))
     predicted = speedup(USUAL if each is None else each)
-    unknown = "" if each is not None else NO_TOKENS if tokens is None else NO_TOP_K
+    unknown = NO_TOP_K if each is None else ""
+    if each is None and tokens is None:
+        # Where no number is enough, this job's is not either.
+        unknown = "" if enough == (None, None) else NO_TOKENS
     return ExpertGain(recipe.name, gpu.name, each, predicted, *enough, unknown)
 
 

@@ -151,10 +151,13 @@ def result(figures: dict[str, dict[str, Any]], baseline: str) -> str:
             else "reduced_bytes"
         )
         what = "weight" if sent == "all_gather_bytes" else "gradient"
-        share = run[sent] / of_baseline[sent] if of_baseline[sent] else 1.0
+        # One rank sends nothing.
+        share = (
+            f" It sent {run[sent] / of_baseline[sent]:.2f} of the {what} bytes." if of_baseline[sent] else ""
+        )
         parts.append(
             f"{name} ends at loss {run['loss']:.3f}, {baseline} at {of_baseline['loss']:.3f}: {gap:+.1f} %"
-            f"{meaning}. It sent {share:.2f} of the {what} bytes."
+            f"{meaning}.{share}"
         )
     return f"Result: {' '.join(parts)}"
 

@@ -131,6 +131,16 @@ def test_how_many_tokens_are_needed_is_in_repr_and_report():
     assert words in f8sub.conversion_report(model).summary
 
 
+def test_no_tokens_are_asked_for_where_no_number_is_enough():
+    f8sub.register_experts(OwnExperts)
+    with torch.device("meta"):
+        small = nn.Sequential(OwnExperts(8, 1024, 384), nn.Linear(512, 512))
+    f8sub.convert_to_float8(small, "rowwise")
+    said = f8sub.conversion_report(small).summary
+    assert "at any number of tokens" in said
+    assert estimated.NO_TOKENS not in said
+
+
 def test_tokens_per_expert_are_not_known_where_nothing_says_how_many_experts_a_token_has():
     """Every expert would be taken to have all of them."""
     f8sub.register_experts(OwnExperts)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import f8sub
+from f8sub.kernels.triton import adamw_launch
 from f8sub.optim import fuse_step
 from f8sub.weights.fused_step import total_norm
 from tests.data_sets import generator
@@ -232,3 +234,18 @@ def test_the_norm():
     assert names == []
     for bad in (torch.nan, torch.inf):
         assert not total_norm([*drawn[:3], torch.tensor([bad])]).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        ({"is_cuda": True, "dtype": torch.float64}, "a parameter is in torch.float64"),
+        ({"is_cuda": True, "dtype": torch.float32}, "a parameter is a SimpleNamespace"),
+        (
+            {"is_cuda": False, "dtype": torch.float32, "device": "cpu"},
+            "a parameter is on cpu, where f8sub has no kernels",
+        ),
+    ],
+)
+def test_the_reason_is_the_one_that_holds(looks, said):
+    assert adamw_launch.why_not_of([SimpleNamespace(**looks)]) == said

@@ -207,6 +207,9 @@ def test_the_result_says_whether_a_gap_is_noise():
     ):
         figures = {"rowwise": float8 | {"loss_gap_noise_percent": noise}, "bf16": bf16}
         assert result(figures, "bf16") == said.format(meaning)
+    # One rank sends nothing.
+    alone = {name: of | {"all_gather_bytes": 0, "reduced_bytes": 0} for name, of in figures.items()}
+    assert result(alone, "bf16").endswith("takes several).")
 
 
 @pytest.mark.parametrize(

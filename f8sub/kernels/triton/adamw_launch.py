@@ -99,11 +99,14 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def why_not_of(values: Sequence[torch.Tensor]) -> str | None:
     """Return why the kernel runs on none of these tensors; None where it does."""
-    if all(support.takes(value) and value.dtype in HIGH_PRECISION for value in values):
+    first = next((v for v in values if not (support.takes(v) and v.dtype in HIGH_PRECISION)), None)
+    if first is None:
         return None
-    return (
-        f"a parameter is on {values[0].device}, where f8sub has no kernels, or of a class or dtype of its own"
-    )
+    if first.is_cuda and first.dtype not in HIGH_PRECISION:
+        return f"a parameter is in {first.dtype}"
+    if first.is_cuda and type(first) is not torch.Tensor:
+        return f"a parameter is a {type(first).__name__}"
+    return f"a parameter is on {first.device}, where f8sub has no kernels"
 
 
 def why_not(tensor: Stepped) -> str | None:

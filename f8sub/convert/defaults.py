@@ -117,8 +117,8 @@ RULES = (
     HighPrecisionRule(ROUTER, ("router",)),
     # Layers of a feed-forward have these names as well.
     HighPrecisionRule(ROUTER, ("gate", "gating", "*_gate"), _is_beside_experts),
-    # Nothing else has this name.
-    HighPrecisionRule(HEAD, ("lm_head",)),
+    # Nothing else has these names; the second is of models that make sounds.
+    HighPrecisionRule(HEAD, ("lm_head", "*_lm_head")),
     # torchtitan 0.2, Llama's reference code. It has to be the layer's own: BERT's blocks have an ``output.dense``.
     HighPrecisionRule(
         HEAD, ("output",), lambda place: place.at == len(place.segments) - 1 and _makes_outputs(place)
@@ -129,6 +129,9 @@ RULES = (
 """The first that takes a layer says the reason."""
 
 HEADS = {name for rule in RULES if rule.reason == HEAD for name in rule.names}
+
+SIZES = "vocab_size", "num_embeddings"
+"""What names in configurations end with that say how many words or codes there are."""
 
 OUTPUTS = "get_output_embeddings"
 """What models of transformers answer with the module that makes their logits; None where they have none."""
@@ -198,8 +201,8 @@ def _vocabularies(module: torch.nn.Module) -> set[int]:
             continue
         seen.add(id(config))
         for name, value in vars(config).items():
-            # Types of tokens are no outputs.
-            if isinstance(value, int) and name.endswith("vocab_size") and name != "type_vocab_size":
+            # Types of tokens are no outputs; a codebook of images has embeddings in place of words.
+            if isinstance(value, int) and name.endswith(SIZES) and name != "type_vocab_size":
                 found.add(value)
             elif name.endswith("config"):
                 left.append(value)

@@ -135,3 +135,18 @@ def test_heads_of_all_models():
             found.append(name)
     assert len(found) > 330
     assert len(without) < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("JanusForConditionalGeneration", "model.generation_head.vision_head"),
+        ("HiggsAudioV2ForConditionalGeneration", "audio_lm_head"),
+    ],
+)
+def test_heads_of_images_and_sounds_are_heads(name, head):
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class())
+    linears = {fqn: m for fqn, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert default_reasons(dict(model.named_modules()), linears)[head] == HEAD

@@ -23,11 +23,13 @@ RECIPES = f8sub.recipe_names()
 class Experts(nn.Module):
     """Its products are wrapped by ``around``, which is ``run`` in place of a call where backward repeats them."""
 
+    hidden = N
+
     def __init__(self, around: Callable[..., Any] | None = None) -> None:
         super().__init__()
         rng = generator(0)
-        self.up = nn.Parameter(gaussian((E, N, K), rng) * 0.3)
-        self.down = nn.Parameter(gaussian((E, K, N), rng) * 0.3)
+        self.up = nn.Parameter(gaussian((E, self.hidden, K), rng) * 0.3)
+        self.down = nn.Parameter(gaussian((E, K, self.hidden), rng) * 0.3)
         self.around = around or (lambda function, *args: function(*args))
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +62,19 @@ class Handed(Experts):
         return self.around(self.mlp, x, self.up, self.down)
 
 
-for kind in (Experts, Copies, Handed):
+class Wide(Experts):
+    """Its weights have shapes that those of no other module have here."""
+
+    hidden = 64
+
+
+class WideCopies(Copies):
+    """The same of copies."""
+
+    hidden = 64
+
+
+for kind in (Experts, Copies, Handed, Wide, WideCopies):
     f8sub.register_experts(kind)
 
 reentrant = functools.partial(checkpoint, use_reentrant=True)
@@ -146,8 +160,8 @@ def test_copies_of_several_recipes_cannot_be_told_apart():
 def uncollected() -> Iterator[Callable[..., None]]:
     """Converts modules of another recipe, runs them, and leaves them in cycles that nothing else holds."""
 
-    def leave(around: Any = None) -> None:
-        gone = converted(Copies, around, "tensorwise")
+    def leave(kind: type[Experts], around: Any = None) -> None:
+        gone = converted(kind, around, "tensorwise")
         gone.itself = [gone]
         results(gone)
 
@@ -159,11 +173,11 @@ def uncollected() -> Iterator[Callable[..., None]]:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_modules_that_nobody_has_any_more_do_not_count(uncollected):
-    expected = results(converted(Copies))
-    uncollected(reentrant)
-    assert equal(results(converted(Copies, reentrant)), expected)
-    uncollected()
-    model = converted(Experts)
+    expected = results(converted(WideCopies))
+    uncollected(WideCopies, reentrant)
+    assert equal(results(converted(WideCopies, reentrant)), expected)
+    uncollected(WideCopies)
+    model = converted(Wide)
     expected = results(model)
     model.zero_grad()
     run = compiled(model[0].mlp)

@@ -254,7 +254,7 @@ class Plan:
     def _of(cls, *fields: Any) -> "Plan":
         """Return the plan of these fields, its key excepted, which is made here."""
         told = f"{source_digest()} {fields!r}"
-        plan = cls(*fields, hashlib.blake2b(told.encode(), digest_size=16).hexdigest())
+        plan = cls(*(*fields, hashlib.blake2b(told.encode(), digest_size=16).hexdigest()))
         cls.made[plan.key] = plan
         return plan
 

@@ -160,8 +160,8 @@ def test_copies_of_several_recipes_cannot_be_told_apart():
 def uncollected() -> Iterator[Callable[..., None]]:
     """Converts modules of another recipe, runs them, and leaves them in cycles that nothing else holds."""
 
-    def leave(kind: type[Experts], around: Any = None) -> None:
-        gone = converted(kind, around, "tensorwise")
+    def leave(kind: type[Experts]) -> None:
+        gone = converted(kind, recipe="tensorwise")
         gone.itself = [gone]
         results(gone)
 
@@ -174,7 +174,7 @@ def uncollected() -> Iterator[Callable[..., None]]:
 @pytest.mark.usefixtures("fresh_compiler")
 def test_modules_that_nobody_has_any_more_do_not_count(uncollected):
     expected = results(converted(WideCopies))
-    uncollected(WideCopies, reentrant)
+    uncollected(WideCopies)
     assert equal(results(converted(WideCopies, reentrant)), expected)
     uncollected(WideCopies)
     model = converted(Wide)

@@ -26,7 +26,7 @@ import sys, torch, f8sub
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 torch.manual_seed(0)
-model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), sys.argv[1])
+model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), sys.argv[1])
 x = torch.randn(32, 64)
 def step(function):
     model.zero_grad()
@@ -36,7 +36,8 @@ def step(function):
 expected = step(model)
 found = step(torch.compile(lambda x: checkpoint(model, x, use_reentrant=False)))
 for one, other in zip(found, expected, strict=True):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    error = ((one - other).norm() / other.norm()).item()
+    assert error < 1e-3, error  # 2e-2 and more from another recipe
 """
 
 

@@ -41,6 +41,12 @@ def train(rank: int, world: int, settings: Settings) -> bool:
     return trainer(world, settings).run()
 
 
+def train_as_launched(rank: int, world: int, settings: Settings) -> bool:
+    """As ``train``, of as many blocks as the command trains: for comparisons with processes that a launcher starts."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    return Trainer(settings, mesh, StopRequest(), "test").run()
+
+
 def records(settings: Settings) -> list[dict[str, Any]]:
     lines = (Path(settings.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

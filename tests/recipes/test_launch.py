@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.namespaces import MULTIHOST, ROOT, environment, needs_hosts, processes_on, start
-from tests.recipes.runs import QUICK, losses, quick_settings, records, train
+from tests.recipes.runs import QUICK, losses, quick_settings, records, train_as_launched
 
 LAUNCHERS = ROOT / "recipes" / "launch"
 SCONTROL = """#!/bin/sh
@@ -32,7 +32,7 @@ def expected(ranks, tmp_path):
 
     def train_here(options: str = "") -> list[float]:
         settings = quick_settings(tmp_path / "one host", options)
-        assert ranks(2, train, settings) == [True, True]
+        assert ranks(2, train_as_launched, settings) == [True, True]
         return losses(settings)
 
     return train_here

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.runs import QUICK, losses, quick_settings, train
+from tests.recipes.runs import QUICK, losses, quick_settings, train_as_launched
 from tests.recipes.test_pretrain_end_to_end import ROOT, environment
 
 SCRIPT = Path(__file__).with_name("killed_pretrain.py")
@@ -44,7 +44,7 @@ def uninterrupted(tmp_path_factory):
 def test_the_run_goes_on_from_the_last_whole_checkpoint(ranks, uninterrupted, tmp_path, kill_at):
     expected = quick_settings(uninterrupted, OPTIONS)
     if not (uninterrupted / "metrics.jsonl").exists():
-        ranks(2, train, expected)
+        ranks(2, train_as_launched, expected)
     done = torchrun(tmp_path, kill_at)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "exitcode  : -9" in done.stderr or "exitcode: -9" in done.stderr, done.stderr[-3000:]

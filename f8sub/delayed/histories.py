@@ -31,7 +31,6 @@ from f8sub.delayed.state import (
     W,
     forget,
     forget_missing,
-    learn_scales,
     state_of,
     states_of,
     take_part,
@@ -346,9 +345,11 @@ class DelayedHistories(Guest):
         for state in states:
             state.mark_rolled()
 
-    def before_last_launched(self) -> None:
-        """Learn now whether all scales are computed: code is compiled again for that, which no graph can hold."""
-        learn_scales([state for _, state in self.held()])
+    @property
+    @override
+    def launched_before_capture(self) -> int:
+        """The second step compiles code again for the scales of the first roll, which no graph can hold."""
+        return 2 if self.held() else 1
 
     def before_capture(self) -> None:
         """Read what is on its way to the host, and set the gates of regions."""

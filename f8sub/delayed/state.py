@@ -265,30 +265,24 @@ _scales_made: weakref.WeakKeyDictionary[ScalingState, HostCopy] = weakref.WeakKe
 
 
 def _look_for_scales(states: Sequence[ScalingState]) -> None:
-    """Find out when all scales are computed, which they then are for good; the host waits for nothing.
+    """Find out when all scales are computed, which they then are for good.
 
-    For all at once, because compiled code is compiled again for that.
+    For all at once, because compiled code is compiled again for that. Which roll finds it may not depend on how far the
+    device is: code compiled for known scales may round in another order, and ranks and runs would differ. So the first
+    roll waits for its answer, and later ones for that of the roll before, which the device has long passed.
     """
     if current_capture() is not None or all(state.is_known for state in states):
         return
     asked = {_scales_made.get(state) for state in states}
     copy = asked.pop() if len(asked) == 1 else None
-    # The states ask by one copy. A new one is sent only after the last came and said no.
-    if copy is None or (copy.there and not copy.item()):
+    if copy is None:
+        copy = HostCopy(_all_made(states))
+        known = copy.item()
+    elif not (known := copy.item()):
         copy = HostCopy(_all_made(states))
     for state in states:
         _scales_made[state] = copy
-        state.is_known = copy.there and copy.item()
-
-
-def learn_scales(states: Sequence[ScalingState]) -> None:
-    """Wait until the host knows of the last roll whether all scales are computed; for states that rolled together.
-
-    Compiled code is compiled again for that, and a CUDA graph captures no compilation.
-    """
-    for state in states:
-        copy = _scales_made.get(state)
-        state.is_known = state.is_known or (copy is not None and bool(copy.item()))
+        state.is_known = known
 
 
 def _all_made(states: Sequence[ScalingState]) -> torch.Tensor:

@@ -63,7 +63,7 @@ def graph_step(
         model: converted or not; sharded by FSDP2, a replica of DDP's, or on one GPU; or its parts.
         optimizer: of its parameters; None where the caller steps one after each call. Gradients are then in place after
             a call, and the next one begins with none. One that is neither fused nor capturable is launched.
-        warmup: launched steps before the capture, 1 or more. DDP needs 11, and gets them.
+        warmup: launched steps before the capture, 1 or more. Delayed scaling needs 2 and DDP 11, and they get them.
         other_batches: what to do with a batch whose shapes, dtypes or constants differ from the first one's: launch it,
             or capture a graph for each.
 
@@ -269,6 +269,7 @@ class GraphedStep:
         seen = [part for part in self._parts if Conversion.saw(part)]
         self._conversions = conversions_of(seen) if seen else []
         for conversion in self._conversions:
+            self._warmup = max(self._warmup, *(guest.launched_before_capture for guest in conversion.guests))
             for exchange in conversion.exchanges.values():
                 # The step itself calls precompute_scales, at its beginning: it is not forgotten after the optimizer.
                 exchange.expect_late_scales()
@@ -290,8 +291,6 @@ class GraphedStep:
         # The last launched step is looked at for what a capture would fail on.
         is_last = self._given_up is None and self._launched[key] == self._launched_before(key)
         self._looks = {} if is_last else None
-        for guest in (guest for conversion in self._conversions if is_last for guest in conversion.guests):
-            guest.before_last_launched()
         # On the stream of the capture: autograd's and FSDP2's streams are then the ones that a graph records.
         with _beside(self._stream):
             found = self._run(args, kwargs)

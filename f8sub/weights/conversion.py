@@ -100,8 +100,10 @@ class Guest:
     def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
         """Another rank stepped these weights, or is late; this one did not, and reduces all regions with it."""
 
-    def before_last_launched(self) -> None:
-        """``graph_step`` is about to launch the last step before it captures one."""
+    @property
+    def launched_before_capture(self) -> int:
+        """Steps that ``graph_step`` launches before it captures one, 1 or more."""
+        return 1
 
     def before_capture(self) -> None:
         """``graph_step`` is about to capture a step; may raise Float8NumericsError."""

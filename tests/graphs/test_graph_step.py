@@ -157,6 +157,13 @@ def test_a_model_is_looked_at_when_the_first_step_begins(imitated):
     assert hows(step, 5) == ["l", "l", "l", "c", "r"]
 
 
+@pytest.mark.parametrize(("recipe", "launched"), [("rowwise", 1), ("delayed", 2)])
+def test_delayed_scaling_is_launched_twice(imitated, recipe, launched):
+    """Compiled code is compiled again for its first scales, which a capture cannot hold."""
+    step = step_of(small(recipe), warmup=1)
+    assert hows(step, 4) == [*"llcrr"[2 - launched :]][:4]
+
+
 def scaled(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from f8sub.delayed.state import ScalingState, learn_scales
+from f8sub.delayed.state import ScalingState
 from f8sub.diagnostics.monitor import Monitor
 from f8sub.diagnostics.writers import jsonl
 from f8sub.errors import Float8ConfigError, first_and_more
@@ -94,13 +94,12 @@ def attach(
     check_weights(model_parts)
     check_compiled(model_parts)
     register_precompute_hook(optimizers, model_parts)
-    states = [module for part in model_parts for module in part.modules() if isinstance(module, ScalingState)]
-    if states:
-        _compile_before_capture(optimizers, states)
+    if any(isinstance(module, ScalingState) for part in model_parts for module in part.modules()):
+        _compile_before_capture(optimizers)
     _attached.add(optimizers)
 
 
-def _compile_before_capture(optimizers: torch.optim.Optimizer, states: Sequence[ScalingState]) -> None:
+def _compile_before_capture(optimizers: torch.optim.Optimizer) -> None:
     """Have the second step launched, for which blocks with amax histories are compiled once more.
 
     From the first step on all of their scales are computed. torchtitan captures the second step otherwise.
@@ -108,7 +107,6 @@ def _compile_before_capture(optimizers: torch.optim.Optimizer, states: Sequence[
 
     def after_first_step(*step: Any) -> None:
         handle.remove()
-        learn_scales(states)
         launch_next()
 
     handle = optimizers.register_step_post_hook(after_first_step)

@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -190,7 +192,8 @@ def adapted() -> dict[str, nn.Module]:
 
 
 def test_of_all_kinds_of_adapters_the_frozen_layers_alone_are_converted():
-    models = adapted()
+    with mock.patch.dict(os.environ):  # BOFT leaves CXX=gcc there, with which Inductor's code cannot be loaded
+        models = adapted()
     assert len(models) > 25
     assert {"LORA", "LILY", "PEANUT"} <= models.keys()
     for kind, model in models.items():

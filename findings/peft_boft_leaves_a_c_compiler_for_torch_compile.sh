@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# PEFT 0.21.2 and torch 2.13.0: after a BOFT adapter, torch.compile on a CPU fails with "undefined symbol".
+# PEFT 0.21.2 and torch 2.13.0: after a BOFT adapter, torch.compile on a CPU fails in each process that is started.
 #
 # BOFT tries to build a CUDA extension with CC and CXX set to gcc for that time. Where the build fails, as without CUDA's
-# compiler, PEFT warns and goes on, and the two variables stay. torch.compile takes its C++ compiler from CXX, which gcc
-# is not: it compiles, and does not link libstdc++. Generated code that needs that library, as dropout's does, cannot be
-# loaded: in this process, if it had not imported Inductor before, and in each process that it starts. LoRA on the same
-# model leaves nothing.
+# compiler, PEFT warns and goes on, and the two variables stay. Processes that are started from there (ranks, workers, an
+# evaluation) inherit them. Inductor takes its C++ compiler from CXX when it is first imported, and gcc does not link
+# libstdc++: generated code that needs that library, as dropout's does, is compiled and cannot be loaded. LoRA on the
+# same model leaves nothing.
 #
-# Expected: the environment as before. Seen: CC=CXX=gcc, and an undefined symbol in an error. Needs g++ and gcc.
+# Expected: the environment as before. Seen: CC=CXX=gcc, and an undefined symbol in a child's error. Needs gcc and g++.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -16,27 +16,26 @@ python3 -m venv "$folder/venv"
 
 cat >"$folder/seen.py" <<'PYTHON'
 import os
+import subprocess
 import sys
 import warnings
 
 import peft
-import torch
 from torch import nn
 
 warnings.filterwarnings("ignore")
+CHILD = "import torch; torch.compile(torch.nn.functional.dropout)(torch.ones(64))"
 kind = sys.argv[1]
 config = {"lora": peft.LoraConfig, "boft": peft.BOFTConfig}[kind](target_modules=["0"])
 peft.get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
-try:
-    torch.compile(nn.functional.dropout)(torch.ones(64))
-    result = "compiles"
-except Exception as error:
-    result = "undefined symbol" if "undefined symbol" in str(error) else f"another error: {error}"
-print(f"{kind}: CC={os.environ.get('CC')} CXX={os.environ.get('CXX')}, torch.compile: {result}", flush=True)
+child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+result = "compiles" if child.returncode == 0 else "fails"
+result = "undefined symbol" if "undefined symbol" in child.stderr else result
+print(f"{kind}: CC={os.environ.get('CC')} CXX={os.environ.get('CXX')}, torch.compile in a child: {result}", flush=True)
 PYTHON
 unset CC CXX CUDA_HOME
 for kind in lora boft; do
     TORCHINDUCTOR_CACHE_DIR="$folder/$kind" "$folder/venv/bin/python" "$folder/seen.py" "$kind" | tee -a "$folder/seen"
 done
-grep -qx 'lora: CC=None CXX=None, torch.compile: compiles' "$folder/seen"
-grep -qx 'boft: CC=gcc CXX=gcc, torch.compile: undefined symbol' "$folder/seen"
+grep -qx 'lora: CC=None CXX=None, torch.compile in a child: compiles' "$folder/seen"
+grep -qx 'boft: CC=gcc CXX=gcc, torch.compile in a child: undefined symbol' "$folder/seen"

@@ -192,9 +192,8 @@ def adapted() -> dict[str, nn.Module]:
 
 
 def test_of_all_kinds_of_adapters_the_frozen_layers_alone_are_converted():
-    with mock.patch.dict(
-        os.environ
-    ):  # BOFT leaves CXX=gcc there, with which Inductor's code cannot be loaded
+    # BOFT leaves CXX=gcc there, with which Inductor's code cannot be loaded.
+    with mock.patch.dict(os.environ):
         models = adapted()
     assert len(models) > 25
     assert {"LORA", "LILY", "PEANUT"} <= models.keys()

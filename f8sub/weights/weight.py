@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format, Operand, lies_in_rows
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import bound_hook, gathered_parameters, is_dtensor, is_swapped_with_itself
-from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered, lies_in_rows
+from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

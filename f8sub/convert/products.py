@@ -17,6 +17,25 @@ from f8sub.weights.weight import is_converted
 if TYPE_CHECKING:
     from f8sub.estimator.counted_forward import Count
 
+
+def kind_of(fqn: str) -> str:
+    """Return the name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def kinds(fqns: Iterable[str]) -> list[str]:
+    """Return each kind once, and the name of a layer that is the only one of its kind."""
+    found: dict[str, list[str]] = {}
+    for fqn in fqns:
+        found.setdefault(kind_of(fqn), []).append(fqn)
+    return list(map(name_of, found.values()))
+
+
+def name_of(fqns: list[str]) -> str:
+    """Return the name of one layer, or the kind of several."""
+    return fqns[0] if len(fqns) == 1 else kind_of(fqns[0])
+
+
 SKIP_REASON = "_f8sub_skip_reason"
 """Attribute that ``convert_to_float8`` leaves on a linear layer it did not convert."""
 

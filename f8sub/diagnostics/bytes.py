@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.convert.filters import kind_of
-from f8sub.convert.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products, linear_products
+from f8sub.convert.products import (
+    SAVED_INPUTS,
+    SHARED_INPUTS,
+    Product,
+    expert_products,
+    kind_of,
+    linear_products,
+)
 from f8sub.estimator.bytes import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
 from f8sub.experts.seams import seam_of
 from f8sub.linear.converted import LayerState, own_parameter

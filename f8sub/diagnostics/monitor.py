@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture
 from f8sub.convert.attention import attention_modules
-from f8sub.convert.filters import matches
+from f8sub.convert.patterns import matches
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import ATTENTION, GRADIENT, Statistics, advice_for, decibels

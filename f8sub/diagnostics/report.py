@@ -20,8 +20,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.attention import AttentionModule, attention_modules
-from f8sub.convert.defaults import MIN_DIM, is_small
-from f8sub.convert.filters import kind_of, kinds, name_of
 from f8sub.convert.products import (
     NOT_REGISTERED,
     ROOT,
@@ -31,9 +29,13 @@ from f8sub.convert.products import (
     OtherWeights,
     active_share_of_linear,
     expert_products,
+    kind_of,
+    kinds,
+    name_of,
     other_weights,
     unknown_weights,
 )
+from f8sub.convert.selection import MIN_DIM, is_small
 from f8sub.diagnostics.bytes import byte_account
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up

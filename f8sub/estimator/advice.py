@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.convert.filters import kind_of
+from f8sub.convert.products import kind_of
 from f8sub.estimator.bytes import OPERANDS, Memory
 from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
 from f8sub.estimator.experts import gain_of

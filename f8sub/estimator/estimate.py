@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from f8sub.convert.filters import name_of
-from f8sub.convert.products import Product, Shapes
+from f8sub.convert.products import Product, Shapes, name_of
 from f8sub.errors import Float8ConfigError, shown, unknown
 from f8sub.estimator.advice import advice, fits, recommended
 from f8sub.estimator.bytes import Adapters, Memory, Wire, adapters_of, memory, wire

@@ -7,9 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from f8sub.convert.defaults import HEAD, default_reasons
-from f8sub.convert.experts import ExpertsChoice
-from f8sub.convert.filters import Selection, idle_patterns, kind_of, layer_keep_x, layer_recipes
 from f8sub.convert.products import (
     ROOT,
     SKIP_REASON,
@@ -19,14 +16,15 @@ from f8sub.convert.products import (
     are_frozen,
     block_of,
     expert_products,
+    kind_of,
     linear_products,
     other_weights,
     reads_attention,
 )
+from f8sub.convert.selection import HEAD, Selection, default_reasons, idle_patterns
 from f8sub.errors import Float8Warning
 from f8sub.estimator.counted_forward import count_of_made_up
 from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS, refuse_unknown_experts, seam_of
-from f8sub.recipes import DEFAULT
 from f8sub.weights.weight import is_converted
 
 
@@ -46,13 +44,13 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
     # "auto" counts as True here: recipe, GPU and tokens decide later, in ``estimate``.
-    options = {"experts": experts if isinstance(experts, bool) else True, "tokens": None}
+    wanted = experts if isinstance(experts, bool) else True
     # The reasons of a converted model stand on its modules; for a plain one they are those of a conversion.
     is_plain = not any(map(is_converted, modules.values()))
     reasons: dict[str, str | None]
     if is_plain:
-        selection = Selection(layer_recipes(DEFAULT), layer_keep_x("auto"), skip=skip)
-        reasons = selection.reasons(modules, linears) | ExpertsChoice(modules, options).reasons(selection)
+        selection = Selection(skip=skip)
+        reasons = selection.reasons(modules, linears) | selection.reasons_of_experts(modules, wanted)
         if skip:
             idle_patterns(list(modules), reasons, selection, linears)
     else:

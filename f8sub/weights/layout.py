@@ -14,6 +14,7 @@ from f8sub.torch_compat import all_gather, is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """Describes where a rank's shard lies in the whole weight.

@@ -5,21 +5,21 @@ nothing is cast here: each operand comes from the function that forward itself c
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from f8sub.checkpoint.names import Pieces, pieces_of, without_wrappers
+from f8sub.convert.products import ModuleProduct, products_of
 from f8sub.delayed.state import ScalingState
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.formats import ALL, Float8Format, Operand, present
-from f8sub.linear.converted import Product, products_of
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_fsdp_module
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import is_converted, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -50,11 +50,14 @@ class NamedTensor(NamedTuple):
     @property
     def format(self) -> Float8Format | None:
         """The format that fprop reads a layer's weight in, or one expert's; None for all that is not in float8."""
-        return None if (product := self.product) is None else product.plan.recipe.fprop.b
+        module: Any = self.module
+        return None if self.product is None else module._f8sub.plan.recipe.fprop.b
 
     @property
-    def product(self) -> Product | None:
+    def product(self) -> ModuleProduct | None:
         """The converted module's product that reads it; None for any other tensor."""
+        if not is_converted(self.module):
+            return None
         return next((p for p in products_of(self.module) if p.attribute == self.attribute), None)
 
     @property

@@ -319,6 +319,16 @@ def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     return weight._local_tensor if is_dtensor(weight) else weight
 
 
+def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return a module's parameter, whatever parametrizations make of it; or what they, or pruning, made of several."""
+    if (parameter := module._parameters.get(name)) is not None:
+        return parameter
+    lists: Any = module._modules.get("parametrizations")
+    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
+    found: torch.Tensor = getattr(module, name) if original is None else original
+    return found
+
+
 def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
     """Make the Python object ``old`` be what ``new`` is, so that whatever holds ``old`` holds the new weight.
 

@@ -450,6 +450,9 @@ NOT_MULTIPLIED = ("embedding", "norm")
 """Classes with these words in their names have weights of two dimensions that no GEMM reads."""
 
 
+MADE_OF = ("_orig", "_g", "_v")
+"""Ends of the names of parameters of which ``torch.nn.utils`` computes a weight: pruning, older norms."""
+
 NOT_REGISTERED = "if these are experts, f8sub.register_experts lets them be converted"
 """Why weights of three dimensions stay in high precision whose class is not known."""
 
@@ -495,7 +498,8 @@ def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tup
         if not products:
             read = {name: own[name] for name in _read_by_gemms(module, own)}
         if counted is not None:
-            read |= {name: own[name] for name in counted.names(fqn) if name in own and name not in read}
+            known = {*read, *(f"{name}{end}" for name in products.keys() - own.keys() for end in MADE_OF)}
+            read |= {name: own[name] for name in counted.names(fqn) if name in own and name not in known}
         if read:
             found.append(_described(model, fqn, module, list(read.values()), counted))
     return tuple(found)

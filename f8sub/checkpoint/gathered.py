@@ -54,7 +54,7 @@ class NamedTensor(NamedTuple):
 
     @property
     def state(self) -> "LayerState | None":
-        """What f8sub knows of the converted module whose weight it is; None for any other tensor."""
+        """The ``LayerState`` of the converted module whose weight it is; None for any other tensor."""
         state: LayerState | None = vars(self.module)[STATE] if is_converted(self.module) else None
         return state if state is not None and self.attribute in state.weights else None
 

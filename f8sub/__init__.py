@@ -35,7 +35,8 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
 )
-from f8sub.estimator.estimate import Estimate, StepEstimate, estimate, estimate_step
+from f8sub.estimator.estimate import estimate, estimate_step
+from f8sub.estimator.results import Estimate, StepEstimate
 from f8sub.experts.grouped_linear import grouped_linear
 from f8sub.experts.seams import register_experts
 from f8sub.experts.token_dispatch import dispatch_tokens_in_float8, exchange_tokens

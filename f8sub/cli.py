@@ -36,7 +36,7 @@ from f8sub.recipes import DEFAULT
 from f8sub.version import __version__
 
 if TYPE_CHECKING:
-    from f8sub.estimator.estimate import Estimate, StepEstimate
+    from f8sub.estimator.results import Estimate, StepEstimate
 
 
 def add_choice(

@@ -244,6 +244,29 @@ _NAME = re.compile(
 )
 
 
+ALIGNMENT = 16
+"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
+
+
+def lies_in_rows(tile: Tile) -> bool:
+    """Return whether each row of a matrix has several tiles of its own, as 1x128 and 1x32 do."""
+    return tile.rows == 1 and tile.cols != ALL
+
+
+def bytes_of_row(format: Float8Format, cols: int, with_scales: bool) -> int:
+    """Return the bytes of a row on the wire: its data, and behind them its scales where they are sent with it."""
+    codes = cols // format.codes_per_byte
+    if not with_scales:
+        return codes
+    tiles = format.tile.scale_shape((1, cols))[1]
+    return aligned(aligned(codes) + tiles * format.scale_rule.stored_as.itemsize)
+
+
+def aligned(size: int) -> int:
+    """Return a number of bytes, filled up to ``ALIGNMENT``."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Operand(NamedTuple):
     """One GEMM-ready matrix.
 

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from f8sub.checkpoint.names import Pieces, pieces_of, without_wrappers
 from f8sub.delayed.state import ScalingState
 from f8sub.errors import Float8ConfigError, Float8NumericsError
-from f8sub.formats import ALL, Float8Format, Operand, present
-from f8sub.linear.converted import Product, products_of
+from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_fsdp_module
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import STATE, is_converted, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     from f8sub.experts.module import Float8Experts
+    from f8sub.linear.converted import LayerState
 
 
 class NamedTensor(NamedTuple):
@@ -50,17 +50,23 @@ class NamedTensor(NamedTuple):
     @property
     def format(self) -> Float8Format | None:
         """The format that fprop reads a layer's weight in, or one expert's; None for all that is not in float8."""
-        return None if (product := self.product) is None else product.plan.recipe.fprop.b
+        return None if (state := self.state) is None else state.plan.recipe.fprop.b
 
     @property
-    def product(self) -> Product | None:
-        """The converted module's product that reads it; None for any other tensor."""
-        return next((p for p in products_of(self.module) if p.attribute == self.attribute), None)
+    def state(self) -> "LayerState | None":
+        """The ``LayerState`` of the converted module whose weight it is; None for any other tensor."""
+        state: LayerState | None = vars(self.module)[STATE] if is_converted(self.module) else None
+        return state if state is not None and self.attribute in state.weights else None
 
     @property
     def is_of_experts(self) -> bool:
         """Whether it is a weight of converted experts."""
-        return (product := self.product) is not None and product.groups is not None
+        return (state := self.state) is not None and state.plan.grouped
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is a converted weight that is stored as (E, K, N)."""
+        return (state := self.state) is not None and state.weights[self.attribute]
 
     @property
     def fqn(self) -> str:
@@ -117,11 +123,7 @@ def names_of(model: torch.nn.Module, parts: Iterable[NamedTensor]) -> Pieces:
     parts = list(parts)
     # Experts that are stored as (E, K, N) are no linear layers as they are: only a model's
     # own rule can name their parts.
-    experts = {
-        part.name: part.attribute
-        for part in parts
-        if part.is_of_experts and not present(part.product).transposed
-    }
+    experts = {part.name: part.attribute for part in parts if part.is_of_experts and not part.is_transposed}
     return pieces_of(model, {part.name: tuple(part.tensor.shape) for part in parts}, experts)
 
 

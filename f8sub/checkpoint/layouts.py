@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.convert.filters import kinds
+from f8sub.convert.products import kinds
 from f8sub.errors import Float8ConfigError, Float8Warning, first_and_more, unknown
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile
 

@@ -178,11 +178,11 @@ def in_order(sources: Sequence[StoredTensor]) -> list[StoredTensor]:
 def _can_hold(part: NamedTensor, sources: Sequence[StoredTensor]) -> bool:
     """Return whether a weight is frozen and primary, and the file has its data as they are multiplied."""
     module: Any = part.module
-    weight, product = part.tensor, part.product
+    weight = part.tensor
     if not part.is_of_experts or weight.requires_grad or not is_primary(weight):
         return False
     format, rows = module._f8sub.format_of(module, part.attribute), weight.shape[1]
-    if format is None or format.dtype != torch.float8_e4m3fn or product is None or product.transposed:
+    if format is None or format.dtype != torch.float8_e4m3fn or part.is_transposed:
         return False
     if is_dtensor(weight):
         cut = [placement for placement in weight.placements if not placement.is_replicate()]

@@ -16,7 +16,7 @@ from f8sub.checkpoint.gathered import (
     tied_layers,
 )
 from f8sub.checkpoint.names import Pieces, Rename, renamed, unwrapped
-from f8sub.convert.filters import kinds
+from f8sub.convert.products import kinds
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning, refuse_other_than_a_module
 from f8sub.formats import Float8Format
 from f8sub.tensor.float8_tensor import Float8Tensor

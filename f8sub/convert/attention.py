@@ -45,7 +45,7 @@ from f8sub.attention.state import (
     InFloat8,
 )
 from f8sub.capture import current_capture
-from f8sub.convert.filters import matches
+from f8sub.convert.patterns import matches
 from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
 from f8sub.torch_compat import change_and_restore, is_dtensor, remove_hook, running_ddp

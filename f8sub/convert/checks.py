@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from f8sub.convert.filters import LayerChoices
+from f8sub.convert.patterns import LayerChoices
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear

@@ -22,19 +22,12 @@ from f8sub.convert.checks import (
 )
 from f8sub.convert.class_swap import FusedEncoders, float8_class, plain_class
 from f8sub.convert.experts import ExpertsChoice
-from f8sub.convert.filters import (
-    IN_FLOAT8,
-    FilterFn,
-    RecipeOrName,
-    Selection,
-    idle_patterns,
-    layer_keep_x,
-    layer_recipes,
-)
 from f8sub.convert.keep_x import KeepX, SharedInputs, refuse_unkeepable
 from f8sub.convert.messages import ReferenceWarning, nothing_converted, refuse_foreign, warn_of_reencoding
+from f8sub.convert.patterns import RecipeOrName, layer_keep_x, layer_recipes
 from f8sub.convert.primary_weights import PrimaryLayers, PrimaryWeights, refuse_without_master
 from f8sub.convert.products import SKIP_REASON
+from f8sub.convert.selection import IN_FLOAT8, FilterFn, Selection, idle_patterns
 from f8sub.convert.swiglu_input import round_to_float8
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
 from f8sub.errors import Float8ConfigError, refuse_other_than_a_module
@@ -104,7 +97,7 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
         skip: glob patterns over whole segments of a layer's name; a match skips the layer, in addition to
             ``skip_defaults``. One that matches nothing is a ``Float8Warning``.
         skip_defaults: leave output heads, routers of experts, LoRA adapters and layers that are too small to gain
-            as they are, see ``f8sub.convert.defaults``; False converts these as well.
+            as they are, see ``f8sub.convert.selection``; False converts these as well.
         min_dim: leave layers as they are whose smaller dimension is below this. None for the default rule: 512, and
             no limit for a model that has more than a quarter of its FLOPs in smaller layers.
         strict: raise when no layer was converted; False warns instead.

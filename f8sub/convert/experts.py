@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from f8sub.convert.checks import refusal_of
-from f8sub.convert.filters import ALREADY, Selection, why_not_weight
 from f8sub.convert.primary_weights import refuse_delayed
+from f8sub.convert.selection import ALREADY, Selection, experts_of, why_not_experts
 from f8sub.estimator.experts import ExpertGain, Gains, why_left
 from f8sub.experts.grouped_linear import NeededTokens
 from f8sub.experts.module import ExpertsState, float8_class
 from f8sub.experts.seams import AUTO_EXPERTS, seam_of
-from f8sub.formats import MULTIPLE
 from f8sub.kernels.gemm.select import FAST_OF_GROUPS, Plan
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
@@ -43,29 +42,22 @@ class ExpertsChoice:
         return Gains(None, self._options["tokens"])
 
     def reasons(self, selection: Selection) -> dict[str, str | None]:
-        """Return ``Selection.reasons`` of all modules of experts whose seam is known."""
-        found: dict[str, str | None] = {}
-        for fqn, module in self._modules.items():
-            if isinstance(module, torch.nn.Linear):
-                continue
-            if is_converted(module):
-                found[fqn] = ALREADY
-            elif seam_of(module) is not None:
-                found[fqn] = self._why_not(fqn, selection)
-        return found
-
-    def _why_not(self, fqn: str, selection: Selection) -> str | None:
-        module, experts = self._modules[fqn], self._options["experts"]
-        if not experts:
-            return "pass experts=True to convert"
-        recipe = selection.recipes.of(fqn)
+        """Return ``Selection.reasons`` of all modules of experts."""
+        modules, experts = experts_of(self._modules), self._options["experts"]
         if experts == AUTO_EXPERTS:
-            # First what costs nothing to know; a filter function may take linear layers alone.
-            reason = why_not_experts(module) or (None if recipe is None else self._why_left(fqn, recipe))
-            return reason or self._why_not_asked(fqn, selection)
-        if recipe is not None:
-            self._check_past(fqn, recipe)
-        return selection.why_not_asked(module, fqn) or why_not_experts(module)
+            return {fqn: self._why_not(module, fqn, selection) for fqn, module in modules.items()}
+        for fqn, module in modules.items():
+            if experts and not is_converted(module) and (recipe := selection.recipes.of(fqn)) is not None:
+                self._check_past(fqn, recipe)
+        return selection.reasons_of_experts(self._modules, experts)
+
+    def _why_not(self, module: torch.nn.Module, fqn: str, selection: Selection) -> str | None:
+        if is_converted(module):
+            return ALREADY
+        recipe = selection.recipes.of(fqn)
+        # First what costs nothing to know; a filter function may take linear layers alone.
+        reason = why_not_experts(module) or (None if recipe is None else self._why_left(fqn, recipe))
+        return reason or self._why_not_asked(fqn, selection)
 
     def _check_past(self, fqn: str, recipe: Recipe) -> None:
         if self._options.get("primary_weights"):
@@ -150,20 +142,3 @@ def slow_products(recipe: Recipe, backend: str) -> str | None:
         return None
     listed = ", ".join(f"{gemm} by {name}" for gemm, name in slow.items())
     return f"this machine has no float8 kernel for products of experts with {recipe.name} ({listed})"
-
-
-def why_not_experts(module: torch.nn.Module) -> str | None:
-    """Return why a module of experts cannot be converted; None where it can."""
-    # A forward on the instance would hide that of the class it is swapped for.
-    if "forward" in vars(module):
-        return f"something replaced the forward of this {type(module).__name__}; convert first"
-    seam = seam_of(module)
-    for name in () if seam is None else seam.weights_of(module):
-        weight = module._parameters.get(name)
-        if weight is None or weight.dim() != 3:
-            return f"{name} is no parameter of three dimensions, one matrix an expert"
-        if any(size % MULTIPLE for size in weight.shape[1:]):
-            return f"{name} is {tuple(weight.shape)}: the last two have to be multiples of {MULTIPLE}"
-        if (reason := why_not_weight(weight, name)) is not None:
-            return reason
-    return None

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from f8sub import errors
 from f8sub.convert.checks import Chosen
-from f8sub.convert.filters import kind_of, name_of
-from f8sub.convert.products import SKIP_REASON, other_weights
+from f8sub.convert.products import SKIP_REASON, kind_of, name_of, other_weights
 from f8sub.errors import Float8ConfigError, Float8Warning, first_and_more, nearest, shown
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.linear.saved_input import RECOMPUTE

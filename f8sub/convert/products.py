@@ -1,18 +1,20 @@
-"""The products of a model: their shapes, blocks and shared inputs, and weights that are multiplied in no nn.Linear.
+"""The products of a model with weights, converted or not: one account for estimates, reports and tools.
 
-The latter are experts, attention's, Conv1D's, routers' and convolutions'.
+A module has products, see ``products_of``; a model has those of its modules with their sizes, blocks, shared inputs and
+uses. Weights that are multiplied in no nn.Linear and by no known experts are attention's, Conv1D's, routers' and
+convolutions'.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.experts.seams import EXPERTS, seam_of
-from f8sub.weights.weight import is_converted
+from f8sub.weights.weight import STATE, is_converted, own_parameter
 
 if TYPE_CHECKING:
     from f8sub.estimator.counted_forward import Count
@@ -23,199 +25,23 @@ SKIP_REASON = "_f8sub_skip_reason"
 ROOT = "(root)"
 """What the model itself is called among its modules."""
 
-TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
-"""Attributes of modules, and of their configs, that say how many experts a token is sent to."""
 
-CONFIGS = ("config", "text_config")
-"""Attributes that hold a model's config, and a config's that holds that of its text model."""
-
-NOT_MULTIPLIED = ("embedding", "norm")
-"""Classes with these words in their names have weights of two dimensions that no GEMM reads."""
+def kind_of(fqn: str) -> str:
+    """Return the name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
 
 
-NOT_REGISTERED = "if these are experts, f8sub.register_experts lets them be converted"
-"""Why weights of three dimensions stay in high precision whose class is not known."""
+def kinds(fqns: Iterable[str]) -> list[str]:
+    """Return each kind once, and the name of a layer that is the only one of its kind."""
+    found: dict[str, list[str]] = {}
+    for fqn in fqns:
+        found.setdefault(kind_of(fqn), []).append(fqn)
+    return list(map(name_of, found.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class OtherWeights:
-    """Describes the weights of one module that is no nn.Linear.
-
-    Attributes:
-        fqn: its name in the model.
-        shapes: of its weights.
-        parameters: how many elements they have.
-        multiplications: of the forward that was counted, or of one token; None where nothing says how many.
-        detail: recipe and backend of a converted module; why it is not converted of any other.
-        converted: whether a feature converted it.
-        reason: why weights of three dimensions were not converted; empty for others.
-        in_float8: how many of the multiplications are in float8.
-    """
-
-    fqn: str
-    shapes: tuple[tuple[int, ...], ...]
-    parameters: int
-    multiplications: float | None
-    detail: str
-    converted: bool = False
-    reason: str = ""
-    in_float8: float = 0.0
-
-
-def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tuple[OtherWeights, ...]:
-    """Return all modules of ``model`` that multiply by weights of their own and are no nn.Linear.
-
-    Found are those that were counted, whatever they are. By their shapes and classes, counted or not, are found weights
-    of three dimensions, as experts have them, unless the first is 1, as position embeddings have it; those of
-    ``nn.MultiheadAttention``, of recurrent layers and of convolutions; and a parameter ``weight`` of two dimensions, as
-    Conv1D and routers of transformers have it, unless the class is an embedding or a norm.
-    """
-    found = []
-    for fqn, module, own in _own_weights(model):
-        read = _read_by_gemms(module, own)
-        if counted is not None:
-            read += [name for name in counted.names(fqn) if name in own and name not in read]
-        if read:
-            found.append(_described(model, fqn, module, [own[name] for name in read], counted))
-    return tuple(found)
-
-
-def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
-    """Return names and sizes of parameters whose shapes and classes do not tell how often they are multiplied by."""
-    return {
-        f"{fqn}.{name}" if fqn else name: parameter.numel()
-        for fqn, module, own in _own_weights(model)
-        for name, parameter in own.items()
-        if parameter.dim() > 1
-        and not any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED)
-        and (name not in _read_by_gemms(module, own) or isinstance(module, CONVOLUTIONS))
-    }
-
-
-def _own_weights(
-    model: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.nn.Parameter]]]:
-    """Yield each module that is no nn.Linear, with the parameters that no module before it has."""
-    seen: set[int] = set()
-    for fqn, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            continue
-        own = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.is_floating_point() and not is_lazy(parameter) and id(parameter) not in seen
-        }
-        seen.update(map(id, own.values()))
-        yield fqn, module, own
-
-
-def active_share(model: torch.nn.Module, fqn: str, experts: int) -> float | None:
-    """Return the share of a module's experts that one token is sent to: top_k over their number.
-
-    ``top_k`` is looked for in the module itself, then in each module around it, in that module's children (a router is
-    one) and in its config.
-
-    Args:
-        model: the model.
-        fqn: name of the module that holds the experts.
-        experts: how many there are.
-
-    Returns:
-        None where nothing says how many experts a token is sent to.
-    """
-    path = fqn.split(".") if fqn else []
-    for depth in range(len(path), -1, -1):
-        module = model.get_submodule(".".join(path[:depth]))
-        around = [module] if depth == len(path) else [module, *module.children()]
-        for holder in (*around, *_configs(module)):
-            for name in TOP_K:
-                value = getattr(holder, name, None)
-                if type(value) is int and 0 < value <= experts:
-                    return value / experts
-    return None
-
-
-def active_share_of_linear(model: torch.nn.Module, fqn: str) -> float:
-    """Return ``active_share`` of a linear layer in a numbered list of experts; 1 of any other layer."""
-    segments = fqn.split(".")
-    for i in range(1, len(segments)):
-        if segments[i].isdigit() and "expert" in segments[i - 1]:
-            holder = ".".join(segments[:i])
-            experts = sum(1 for _ in model.get_submodule(holder).children())
-            return active_share(model, holder, experts) or 1.0
-    return 1.0
-
-
-CONVOLUTIONS = (
-    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
-    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
-)
-
-
-MATRICES = (torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.Bilinear)
-"""Of these all weights of two dimensions or more are multiplied by, once per token."""
-
-
-def _configs(module: torch.nn.Module) -> Iterator[Any]:
-    holder: Any = module
-    for name in CONFIGS:
-        holder = getattr(holder, name, None)
-        if holder is not None:
-            yield holder
-
-
-def _read_by_gemms(module: torch.nn.Module, own: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Return names of the parameters among a module's own that it multiplies by."""
-    if isinstance(module, CONVOLUTIONS):
-        return [name for name in own if name == "weight"]
-    if isinstance(module, MATRICES):
-        return [name for name, parameter in own.items() if parameter.dim() > 1]
-    # A known class of experts may have one; of others a first dimension of 1 is that of position embeddings.
-    least = 1 if seam_of(module) is not None else 2
-    stacked = [name for name, p in own.items() if p.dim() == 3 and p.shape[0] >= least]
-    if stacked or any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED):
-        return stacked
-    return [name for name, parameter in own.items() if name == "weight" and parameter.dim() == 2]
-
-
-def _described(
-    model: torch.nn.Module,
-    fqn: str,
-    module: torch.nn.Module,
-    weights: list[torch.nn.Parameter],
-    counted: "Count | None",
-) -> OtherWeights:
-    shapes = tuple(tuple(weight.shape) for weight in weights)
-    parameters = sum(math.prod(shape) for shape in shapes)
-    name, reason, in_float8 = type(module).__name__, "", 0.0
-    multiplications, detail = float(parameters), f"{name}: not an nn.Linear"
-    if isinstance(module, CONVOLUTIONS) and counted is None:
-        detail = f"{detail}; its FLOPs depend on its input and are not counted"
-        return OtherWeights(fqn or ROOT, shapes, parameters, None, detail)
-    if len(shapes[0]) == 3 and not isinstance(module, (*CONVOLUTIONS, *MATRICES)):
-        experts = shapes[0][0]
-        share = active_share(model, fqn, experts)
-        used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"
-        used = used if counted is None else ""
-        # One multiplication per element and token, of the experts that a token is sent to.
-        multiplications *= share or 1.0
-        if is_converted(module):
-            in_float8, state = multiplications, vars(module)["_f8sub"]
-            detail = "; ".join(filter(None, (f"{name}: {state.how(module)}", used)))
-        else:
-            reason = getattr(module, SKIP_REASON, "")
-            if seam_of(module) is None:
-                reason = NOT_REGISTERED
-            stay = f"{name}: weights of 3 dimensions stay in high precision, and are all-gathered in high precision"
-            detail = "; ".join(filter(None, (stay, used, reason)))
-    if counted is not None:
-        own, elsewhere = counted.of_module(fqn)
-        multiplications, in_float8 = own + elsewhere, own if is_converted(module) else 0.0
-        if not multiplications:
-            detail += "; no product with it was counted"
-    return OtherWeights(
-        fqn or ROOT, shapes, parameters, multiplications, detail, is_converted(module), reason, in_float8
-    )
+def name_of(fqns: list[str]) -> str:
+    """Return the name of one layer, or the kind of several."""
+    return fqns[0] if len(fqns) == 1 else kind_of(fqns[0])
 
 
 ATTENTION_OUTPUTS = ("out_proj", "c_proj", "proj", "dense")
@@ -237,6 +63,74 @@ SAVED_INPUTS = ("o_proj", "wo", "o")
 
 GROUPS = {name: group for group in SHARED_INPUTS for name in group}
 """The siblings of ``SHARED_INPUTS`` by the name of each."""
+
+
+def reads_attention(fqn: str) -> bool:
+    """Return whether a layer's x is the result of attention, judged by its name."""
+    *parents, name = fqn.split(".")
+    # "proj" and "dense" name many layers: they count in a module of attention only.
+    own = any(word in part for part in parents for word in ("attn", "attention"))
+    return name in SAVED_INPUTS or (own and name in ATTENTION_OUTPUTS)
+
+
+def block_of(fqn: str) -> str | None:
+    """Return the block's name: ``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None outside of blocks."""
+    parts = fqn.split(".")
+    # The first number is that of the outermost list: experts in a list have a second one.
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return None
+
+
+class ModuleProduct(NamedTuple):
+    """A product that a module makes in its forward, converted or not: of rows with one of its weights.
+
+    Attributes:
+        name: a linear layer's own; of experts with the weight's.
+        attribute: the weight's name in the module.
+        weight: (N, K); of experts (E, N, K), or (E, K, N) where ``transposed``; whatever parametrizations make of it.
+        groups: how many groups of rows have a matrix of their own, E; None for one that all rows read.
+        transposed: how the weight is stored.
+    """
+
+    name: str
+    attribute: str
+    weight: torch.Tensor
+    groups: int | None
+    transposed: bool
+
+
+def products_of(module: torch.nn.Module, fqn: str = "") -> Iterator[ModuleProduct]:
+    """Yield the products of a linear layer, or of a module of experts whose seam is known; none of any other module.
+
+    A converted module has those that it was converted with, any other those that a conversion would find.
+
+    Args:
+        module: converted or not.
+        fqn: its name in the model.
+    """
+    if is_converted(module):
+        state = vars(module)[STATE]
+        weights, grouped = state.weights, state.plan.grouped
+    elif isinstance(module, torch.nn.Linear):
+        weights, grouped = {"weight": False}, False
+    elif (seam := seam_of(module)) is not None:
+        weights, grouped = seam.weights_of(module), True
+        # Whatever else has such a name is no weight of experts.
+        weights = {name: how for name, how in weights.items() if is_stacked(getattr(module, name, None))}
+    else:
+        return
+    for attribute, transposed in weights.items():
+        weight = own_parameter(module, attribute)
+        name = f"{fqn}.{attribute}".lstrip(".") if grouped else fqn
+        yield ModuleProduct(name, attribute, weight, weight.shape[0] if grouped else None, transposed)
+
+
+def is_stacked(weight: object) -> bool:
+    """Return whether a weight has three dimensions, one matrix for each expert."""
+    return isinstance(weight, torch.Tensor) and weight.dim() == 3
+
 
 HEAD_SIZE = 128
 """Features of an attention head where a module does not tell: those of Llama 3, whose attention was timed."""
@@ -366,24 +260,6 @@ class Shapes:
         return self.other_parameters + sum(product.elements for product in self.products)
 
 
-def reads_attention(fqn: str) -> bool:
-    """Return whether a layer's x is the result of attention, judged by its name."""
-    *parents, name = fqn.split(".")
-    # "proj" and "dense" name many layers: they count in a module of attention only.
-    own = any(word in part for part in parents for word in ("attn", "attention"))
-    return name in SAVED_INPUTS or (own and name in ATTENTION_OUTPUTS)
-
-
-def block_of(fqn: str) -> str | None:
-    """Return the block's name: ``model.layers.3`` for ``model.layers.3.mlp.up_proj``; None outside of blocks."""
-    parts = fqn.split(".")
-    # The first number is that of the outermost list: experts in a list have a second one.
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return None
-
-
 def linear_products(
     model: torch.nn.Module,
     reasons: Mapping[str, str | None],
@@ -403,11 +279,12 @@ def linear_products(
     for fqn, layer in modules.items():
         if not isinstance(layer, torch.nn.Linear):
             continue
+        (weight,) = (product.weight for product in products_of(layer, fqn))
         layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter
         parent, _, name = layer_name.rpartition(".")
         # A tied weight multiplies in two places and is stored once.
-        elements = 0 if layer.weight in seen else layer.weight.numel()
-        seen.add(layer.weight)
+        elements = 0 if weight in seen else weight.numel()
+        seen.add(weight)
         sizes = layer.out_features, layer.in_features, active_share_of_linear(model, fqn), elements
         # The first of the siblings that read one x stands for it.
         reads = first.setdefault((parent, groups.get(name, (name,))), fqn)
@@ -419,7 +296,7 @@ def linear_products(
 
 
 def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> list[Product]:
-    """Return the weights of a module of experts whose seam is known, in the order of its parameters.
+    """Return the weights of a module of experts whose seam is known.
 
     Args:
         model: the model.
@@ -427,30 +304,301 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
         reason: why it is not converted; None where it is.
     """
     module = model.get_submodule(fqn)
-    seam = seam_of(module)
     found: list[Product] = []
     first: dict[tuple[str, ...], str] = {}
-    for name, transposed in {} if seam is None else seam.weights_of(module).items():
-        weight = module._parameters.get(name)
-        if weight is None or weight.dim() != 3:
+    for full, name, weight, groups, transposed in products_of(module, fqn):
+        if groups is None:
             continue
         experts, rows, cols = weight.shape
         # stored as [E, K, N]
         if transposed:
             rows, cols = cols, rows
-        full = f"{fqn}.{name}" if fqn else name
         short = name.partition("_E")[0]  # torchtitan's w1_EFD
         reads = first.setdefault(GROUPS.get(short, (name,)), full)
         # Matrices per token: top_k if the model says so, else all of them.
         uses = experts * (active_share(model, fqn, experts) or 1.0)
         sizes = rows, cols, uses, weight.numel()
         places = reason, reads, False, block_of(full)
-        frozen = are_frozen(model, [weight])
+        frozen = are_frozen(model, [getattr(module, name)])
         found.append(Product(full, *sizes, *places, experts=experts, transposed=transposed, frozen=frozen))
     return found
+
+
+def model_products(
+    model: torch.nn.Module, reasons: Mapping[str, str | None], counted: "Count | None" = None
+) -> tuple[list[Product], tuple[str, ...]]:
+    """Return all products of a model with weights, and the classes whose work depends on more than tokens.
+
+    Linear layers come first, then experts, torch's attention, Conv1D and routers.
+
+    Args:
+        model: converted or not.
+        reasons: why each linear layer and each module of experts is not converted, by its name; None where it is.
+        counted: of a forward of integers; of layers that do not run in it, and without one, uses are assumed.
+    """
+    found = linear_products(model, reasons)
+    linears = {product.fqn for product in found}
+    not_counted: dict[str, None] = {}
+    for other in other_weights(model):
+        fqn = "" if other.fqn == ROOT else other.fqn
+        module = model.get_submodule(fqn)
+        if other.multiplications is None:
+            not_counted[other.detail.partition(":")[0]] = None
+        elif experts := expert_products(model, fqn, None if reasons.get(fqn, "") is None else other.detail):
+            found += experts
+        else:
+            for shape in other.shapes:
+                # [E, N, K]: one token is multiplied by some of the E matrices.
+                matrices = shape[0] if len(shape) == 3 else 1
+                share = (active_share(model, fqn, matrices) or 1.0) if len(shape) == 3 else 1.0
+                sizes = shape[-2], shape[-1], matrices * share, math.prod(shape)
+                places = other.detail, other.fqn, reads_attention(other.fqn), block_of(other.fqn)
+                fixed = are_frozen(model, module.parameters(recurse=False))
+                found.append(Product(other.fqn, *sizes, *places, frozen=fixed))
+    if counted is not None and counted.tokens:
+        found = [_as_counted(product, counted, counted.tokens, linears) for product in found]
+    return found, tuple(not_counted)
+
+
+def _as_counted(product: Product, counted: "Count", tokens: int, linears: Container[str]) -> Product:
+    """Return the product with the uses that a forward of so many tokens counted, where it counted any."""
+    # The key of a count: the name of the module, and that of its parameter.
+    keys = [(product.module, product.attribute)] if product.experts else []
+    if product.fqn in linears:
+        keys = [(product.fqn, name) for name in counted.names(product.fqn)]
+    multiplied = sum(counted.own.get(key, 0.0) + counted.elsewhere.get(key, 0.0) for key in keys)
+    # 0 for a layer that did not run in that forward: the assumed uses stay.
+    uses = multiplied / (product.rows * product.cols * tokens) or product.uses
+    return replace(product, uses=uses)
 
 
 def are_frozen(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether these parameters take no gradient while others of the model do."""
     # If all parameters are frozen, none counts as frozen: adapters may be added later.
     return not any(p.requires_grad for p in parameters) and any(p.requires_grad for p in model.parameters())
+
+
+TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+"""Attributes of modules, and of their configs, that say how many experts a token is sent to."""
+
+CONFIGS = ("config", "text_config")
+"""Attributes that hold a model's config, and a config's that holds that of its text model."""
+
+
+def active_share(model: torch.nn.Module, fqn: str, experts: int) -> float | None:
+    """Return the share of a module's experts that one token is sent to: top_k over their number.
+
+    ``top_k`` is looked for in the module itself, then in each module around it, in that module's children (a router is
+    one) and in its config.
+
+    Args:
+        model: the model.
+        fqn: name of the module that holds the experts.
+        experts: how many there are.
+
+    Returns:
+        None where nothing says how many experts a token is sent to.
+    """
+    path = fqn.split(".") if fqn else []
+    for depth in range(len(path), -1, -1):
+        module = model.get_submodule(".".join(path[:depth]))
+        around = [module] if depth == len(path) else [module, *module.children()]
+        for holder in (*around, *_configs(module)):
+            for name in TOP_K:
+                value = getattr(holder, name, None)
+                if type(value) is int and 0 < value <= experts:
+                    return value / experts
+    return None
+
+
+def active_share_of_linear(model: torch.nn.Module, fqn: str) -> float:
+    """Return ``active_share`` of a linear layer in a numbered list of experts; 1 of any other layer."""
+    segments = fqn.split(".")
+    for i in range(1, len(segments)):
+        if segments[i].isdigit() and "expert" in segments[i - 1]:
+            holder = ".".join(segments[:i])
+            experts = sum(1 for _ in model.get_submodule(holder).children())
+            return active_share(model, holder, experts) or 1.0
+    return 1.0
+
+
+def _configs(module: torch.nn.Module) -> Iterator[Any]:
+    holder: Any = module
+    for name in CONFIGS:
+        holder = getattr(holder, name, None)
+        if holder is not None:
+            yield holder
+
+
+def pretrained(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the model of transformers in a model, which says what it takes; None where there are other parameters."""
+    inner = next((each for each in model.modules() if _is_pretrained(each)), None)
+    # The inputs of the inner model would not reach weights outside of it.
+    if inner is None or len(list(inner.parameters())) < len(list(model.parameters())):
+        return None
+    return inner
+
+
+def _is_pretrained(module: torch.nn.Module) -> bool:
+    return any(
+        (cls.__module__, cls.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
+        for cls in type(module).__mro__
+    )
+
+
+NOT_MULTIPLIED = ("embedding", "norm")
+"""Classes with these words in their names have weights of two dimensions that no GEMM reads."""
+
+
+MADE_OF = ("_orig", "_g", "_v")
+"""Ends of the names of parameters of which ``torch.nn.utils`` computes a weight: pruning, older norms."""
+
+NOT_REGISTERED = "if these are experts, f8sub.register_experts lets them be converted"
+"""Why weights of three dimensions stay in high precision whose class is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWeights:
+    """Describes the weights of one module that is no nn.Linear.
+
+    Attributes:
+        fqn: its name in the model.
+        shapes: of its weights.
+        parameters: how many elements they have.
+        multiplications: of the forward that was counted, or of one token; None where nothing says how many.
+        detail: recipe and backend of a converted module; why it is not converted of any other.
+        converted: whether a feature converted it.
+        reason: why weights of three dimensions were not converted; empty for others.
+        in_float8: how many of the multiplications are in float8.
+    """
+
+    fqn: str
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: int
+    multiplications: float | None
+    detail: str
+    converted: bool = False
+    reason: str = ""
+    in_float8: float = 0.0
+
+
+def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tuple[OtherWeights, ...]:
+    """Return all modules of ``model`` that multiply by weights of their own and are no nn.Linear.
+
+    Found are those that were counted, whatever they are. By their shapes and classes, counted or not, are found weights
+    of three dimensions, as experts have them, unless the first is 1, as position embeddings have it; those of
+    ``nn.MultiheadAttention``, of recurrent layers and of convolutions; and a parameter ``weight`` of two dimensions, as
+    Conv1D and routers of transformers have it, unless the class is an embedding or a norm.
+    """
+    found = []
+    for fqn, module, own in _own_weights(model):
+        # Of experts the products that they make; a weight that something computes is no parameter of theirs.
+        products = {product.attribute: product.weight for product in products_of(module, fqn)}
+        read = {name: w for name, w in products.items() if name in own or name not in module._parameters}
+        if not products:
+            read = {name: own[name] for name in _read_by_gemms(module, own)}
+        if counted is not None:
+            known = {*read, *(f"{name}{end}" for name in products.keys() - own.keys() for end in MADE_OF)}
+            read |= {name: own[name] for name in counted.names(fqn) if name in own and name not in known}
+        if read:
+            found.append(_described(model, fqn, module, list(read.values()), counted))
+    return tuple(found)
+
+
+def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
+    """Return names and sizes of parameters whose shapes and classes do not tell how often they are multiplied by."""
+    return {
+        f"{fqn}.{name}" if fqn else name: parameter.numel()
+        for fqn, module, own in _own_weights(model)
+        for name, parameter in own.items()
+        if parameter.dim() > 1
+        and not any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED)
+        and (name not in _read_by_gemms(module, own) or isinstance(module, CONVOLUTIONS))
+    }
+
+
+def _own_weights(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.nn.Parameter]]]:
+    """Yield each module that is no nn.Linear, with the parameters that no module before it has.
+
+    Parametrizations of experts' weights are left out: their parameters are those of the experts' products.
+    """
+    seen: set[int] = set()
+    parametrized: set[str] = set()
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) or fqn in parametrized:
+            continue
+        attributes = (product.attribute for product in products_of(module))
+        parametrized |= {f"{fqn}.parametrizations.{name}".lstrip(".") for name in attributes}
+        own = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.is_floating_point() and not is_lazy(parameter) and id(parameter) not in seen
+        }
+        seen.update(map(id, own.values()))
+        yield fqn, module, own
+
+
+CONVOLUTIONS = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+)
+
+
+MATRICES = (torch.nn.MultiheadAttention, torch.nn.RNNBase, torch.nn.RNNCellBase, torch.nn.Bilinear)
+"""Of these all weights of two dimensions or more are multiplied by, once per token."""
+
+
+def _read_by_gemms(module: torch.nn.Module, own: dict[str, torch.nn.Parameter]) -> list[str]:
+    """Return names of the parameters among a module's own that it multiplies by."""
+    if isinstance(module, CONVOLUTIONS):
+        return [name for name in own if name == "weight"]
+    if isinstance(module, MATRICES):
+        return [name for name, parameter in own.items() if parameter.dim() > 1]
+    # A known class of experts may have one; of others a first dimension of 1 is that of position embeddings.
+    least = 1 if seam_of(module) is not None else 2
+    stacked = [name for name, p in own.items() if p.dim() == 3 and p.shape[0] >= least]
+    if stacked or any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED):
+        return stacked
+    return [name for name, parameter in own.items() if name == "weight" and parameter.dim() == 2]
+
+
+def _described(
+    model: torch.nn.Module,
+    fqn: str,
+    module: torch.nn.Module,
+    weights: list[torch.Tensor],
+    counted: "Count | None",
+) -> OtherWeights:
+    shapes = tuple(tuple(weight.shape) for weight in weights)
+    parameters = sum(math.prod(shape) for shape in shapes)
+    name, reason, in_float8 = type(module).__name__, "", 0.0
+    multiplications, detail = float(parameters), f"{name}: not an nn.Linear"
+    if isinstance(module, CONVOLUTIONS) and counted is None:
+        detail = f"{detail}; its FLOPs depend on its input and are not counted"
+        return OtherWeights(fqn or ROOT, shapes, parameters, None, detail)
+    if len(shapes[0]) == 3 and not isinstance(module, (*CONVOLUTIONS, *MATRICES)):
+        experts = shapes[0][0]
+        share = active_share(model, fqn, experts)
+        used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"
+        used = used if counted is None else ""
+        # One multiplication per element and token, of the experts that a token is sent to.
+        multiplications *= share or 1.0
+        if is_converted(module):
+            in_float8, state = multiplications, vars(module)["_f8sub"]
+            detail = "; ".join(filter(None, (f"{name}: {state.how(module)}", used)))
+        else:
+            reason = getattr(module, SKIP_REASON, "")
+            if seam_of(module) is None:
+                reason = NOT_REGISTERED
+            stay = f"{name}: weights of 3 dimensions stay in high precision, and are all-gathered in high precision"
+            detail = "; ".join(filter(None, (stay, used, reason)))
+    if counted is not None:
+        own, elsewhere = counted.of_module(fqn)
+        multiplications, in_float8 = own + elsewhere, own if is_converted(module) else 0.0
+        if not multiplications:
+            detail += "; no product with it was counted"
+    return OtherWeights(
+        fqn or ROOT, shapes, parameters, multiplications, detail, is_converted(module), reason, in_float8
+    )

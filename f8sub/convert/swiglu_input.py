@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from f8sub.convert.filters import matches
+from f8sub.convert.patterns import matches
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module
 from f8sub.formats import ALL, Float8Format, Operand, ScaleRule, Tile, present
 from f8sub.kernels import scales

@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from f8sub.convert.filters import kind_of
-from f8sub.convert.products import SAVED_INPUTS, SHARED_INPUTS, Product, expert_products, linear_products
+from f8sub.convert.products import (
+    SAVED_INPUTS,
+    SHARED_INPUTS,
+    Product,
+    expert_products,
+    kind_of,
+    linear_products,
+)
 from f8sub.estimator.bytes import OPERANDS, operand_bytes, saved_x_bytes, sent_bytes, tokens_bytes
 from f8sub.experts.seams import seam_of
-from f8sub.linear.converted import LayerState, own_parameter
 from f8sub.linear.saved_input import AUTO, FLOAT8, HIGH_PRECISION, RECOMPUTE, why_not_kept
 from f8sub.text_table import text_table
 from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.primary_weight import PrimaryWeight
-from f8sub.weights.weight import is_converted, local_tensor, master_of
+from f8sub.weights.weight import is_converted, local_tensor, master_of, own_parameter
 
 if TYPE_CHECKING:
     from f8sub.formats import Float8Format
+    from f8sub.linear.converted import LayerState
 
 
 @dataclass(frozen=True)

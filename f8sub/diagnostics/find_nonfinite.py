@@ -13,19 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from f8sub.convert.products import products_of
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.experts.adapters import is_of
 from f8sub.experts.grouped_linear import Multiplied, watching
-from f8sub.experts.seams import calls_grouped_linear, seam_of
+from f8sub.experts.seams import calls_grouped_linear
 from f8sub.kernels.grouped.operands import Groups
-from f8sub.linear.converted import own_parameter, products_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, is_metadata_inference
 from f8sub.weights.checks import gather_values
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import PrimaryWeight
-from f8sub.weights.weight import local_tensor
+from f8sub.weights.weight import is_converted, local_tensor, own_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +186,12 @@ def _searching_experts(model: torch.nn.Module, search: Search) -> Iterator[None]
     with ExitStack() as exits:
         for fqn, module in model.named_modules():
             names = [product.attribute for product in products_of(module) if product.groups is not None]
-            seam = seam_of(module)
-            if names:
+            if not names:
+                continue
+            if is_converted(module) or calls_grouped_linear(module):
                 watched[module] = fqn, names
-            elif seam is not None and calls_grouped_linear(module):
-                watched[module] = fqn, list(seam.weights_of(module))
-            elif seam is not None:
-                before = functools.partial(_before_experts, search, fqn, list(seam.weights_of(module)))
+            else:
+                before = functools.partial(_before_experts, search, fqn, names)
                 after = functools.partial(_after_experts, search, fqn)
                 exits.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 exits.callback(module.register_forward_hook(after, prepend=True).remove)

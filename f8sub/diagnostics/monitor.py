@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture
 from f8sub.convert.attention import attention_modules
-from f8sub.convert.filters import matches
+from f8sub.convert.patterns import matches
+from f8sub.convert.products import products_of
 from f8sub.diagnostics import writers
 from f8sub.diagnostics.sample import RESULTS, ROLES, Sample
 from f8sub.diagnostics.statistics import ATTENTION, GRADIENT, Statistics, advice_for, decibels
@@ -29,7 +30,7 @@ from f8sub.diagnostics.writers import Writer
 from f8sub.errors import Float8ConfigError, Float8Warning, nearest, refuse_other_than_a_module, unknown
 from f8sub.gradients.reduction import measured_by_module
 from f8sub.host_copy import HostCopy
-from f8sub.linear.converted import ConvertedModule, products_of
+from f8sub.linear.converted import ConvertedModule
 
 
 class GradientRows:
@@ -157,7 +158,9 @@ class Monitor:
         named = {name: module for name, module in modules if isinstance(module, ConvertedModule)}
         products = {name: list(products_of(module, name)) for name, module in named.items()}
         # Experts' rows come after those of linear layers.
-        ordered = sorted((p for several in products.values() for p in several), key=lambda p: p.plan.grouped)
+        ordered = sorted(
+            (p for several in products.values() for p in several), key=lambda p: p.groups is not None
+        )
         names = _named([product.name for product in ordered], patterns)
         self._modules = {name: m for name, m in named.items() if any(p.name in names for p in products[name])}
         self.group = group

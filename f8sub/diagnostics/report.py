@@ -20,8 +20,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.convert.attention import AttentionModule, attention_modules
-from f8sub.convert.defaults import MIN_DIM, is_small
-from f8sub.convert.filters import kind_of, kinds, name_of
 from f8sub.convert.products import (
     NOT_REGISTERED,
     ROOT,
@@ -31,15 +29,20 @@ from f8sub.convert.products import (
     OtherWeights,
     active_share_of_linear,
     expert_products,
+    kind_of,
+    kinds,
+    name_of,
     other_weights,
+    pretrained,
+    products_of,
     unknown_weights,
 )
+from f8sub.convert.selection import MIN_DIM, is_small
 from f8sub.diagnostics.bytes import byte_account
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import Gains
 from f8sub.experts.seams import seam_of
-from f8sub.linear.converted import products_of
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.recipes import DEFAULT
@@ -518,7 +521,10 @@ def conversion_report(
         Float8ConfigError: the forward of ``batch`` fails, or ``model`` is no module.
     """
     refuse_other_than_a_module("conversion_report", model)
-    counted = count_of_made_up(model) if batch is None else count(model, batch)
+    if batch is not None:
+        counted: Count | str = count(model, batch)
+    else:
+        counted = "" if (inner := pretrained(model)) is None else count_of_made_up(model, inner)
     told = tuple(told_of_experts(model, tokens))
     report = dataclasses.replace(layers_report(model, counted), experts=told)
     if tokens is None:

@@ -24,14 +24,14 @@ from f8sub.kernels.grouped.gemm import is_one_by_one, is_one_by_one_format
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.kernels.quantize import quantize, quantize_experts
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
-from f8sub.linear.converted import ConvertedModule, plan_of, products_of
+from f8sub.linear.converted import ConvertedModule, plan_of
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import autocast_dtype, is_dtensor, is_metadata_inference
-from f8sub.weights.weight import Weight, master_of
+from f8sub.weights.weight import Weight, master_of, own_parameter
 
 ROLES = ("x", "w", "dy")
 """What a layer casts."""
@@ -64,7 +64,8 @@ class Sample:
     ) -> None:
         self.step, self._rows = step, rows
         self._formats: dict[tuple[str, str], Float8Format] = {}
-        weight = next(product.weight for module in modules.values() for product in products_of(module))
+        first = next(iter(modules.values()))
+        weight = own_parameter(first, next(iter(first._f8sub.weights)))
         # Where the layers run: CPU offload keeps shards elsewhere.
         device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
         # One row for each (layer, role): zeros, and -inf, where nothing is taken.

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from f8sub.convert.products import products_of
 from f8sub.diagnostics.compare import checked_loss
 from f8sub.errors import Float8ConfigError, Float8NumericsError, refuse_other_than_a_module
 from f8sub.experts.grouped_linear import Multiplied, multiply, watching
 from f8sub.kernels.gemm.select import Plan
 from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
-from f8sub.linear.converted import ConvertedModule, products_of
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.torch_compat import autocast_dtype, is_dtensor
-from f8sub.weights.weight import Weight, master_of
+from f8sub.weights.weight import Weight, is_converted, master_of
 
 
 class LayerSensitivity(NamedTuple):
@@ -104,7 +104,7 @@ def sensitivity(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module], tor
         Float8NumericsError: the loss, or the harm of a layer, is NaN or infinite.
     """
     refuse_other_than_a_module("sensitivity", model)
-    modules = {fqn: m for fqn, m in model.named_modules() if isinstance(m, ConvertedModule)}
+    modules = {fqn: m for fqn, m in model.named_modules() if is_converted(m)}
     weights = {fqn: [product.weight for product in products_of(m)] for fqn, m in modules.items()}
     if not weights:
         raise Float8ConfigError(
@@ -199,7 +199,7 @@ def _note(
 
 
 def _look(
-    note: Note, names: Mapping[ConvertedModule, tuple[str, Plan]], module: Any, product: Multiplied
+    note: Note, names: Mapping[torch.nn.Module, tuple[str, Plan]], module: Any, product: Multiplied
 ) -> None:
     x, weight, groups, call, y = product
     if module not in names or call is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from f8sub.convert.filters import kind_of
+from f8sub.convert.products import kind_of
 from f8sub.estimator.bytes import OPERANDS, Memory
 from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
 from f8sub.estimator.experts import gain_of
@@ -29,8 +29,8 @@ from f8sub.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from f8sub.convert.products import Product, Shapes
-    from f8sub.estimator.estimate import Policy, Prediction
     from f8sub.estimator.gpus import Gpu
+    from f8sub.estimator.results import Policy, Prediction
     from f8sub.recipe import Recipe
 
 FULL_SHARE, NEAR, LITTLE, MUCH_EXPOSED = 0.95, 0.03, 1.05, 0.15

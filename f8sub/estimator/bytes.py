@@ -17,11 +17,10 @@ import torch
 
 from f8sub.convert.primary_weights import is_codes_alone
 from f8sub.estimator.seconds import FULL, NONE, Run, last_of, repeats, wire_format
-from f8sub.formats import ALL
+from f8sub.formats import ALL, bytes_of_row, lies_in_rows
 from f8sub.kernels.grouped.gemm import TRITON_MULTIPLE
 from f8sub.kernels.grouped.operands import aligned_rows, start_of_groups
 from f8sub.linear.saved_input import FLOAT8, HIGH_PRECISION, RECOMPUTE
-from f8sub.weights.layout import bytes_of_row, lies_in_rows
 
 if TYPE_CHECKING:
     from f8sub.convert.products import Product, Shapes

@@ -437,6 +437,26 @@ class Step:
         return max(self.replayed, self.host)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Holds the speed of a step that is replayed, and the host's part of one that is launched.
+
+    Attributes:
+        replayed: speed as a multiple of bf16's, both replayed as a CUDA graph by ``f8sub.graph_step``.
+        replayed_seconds: seconds of such a step: the GPU's time alone.
+        host_seconds: what the host takes to launch the step from Python; a launched step is no shorter.
+    """
+
+    replayed: float
+    replayed_seconds: float
+    host_seconds: float
+
+    @property
+    def host_binds(self) -> bool:
+        """True if the GPU waits for the host in a launched step."""
+        return self.host_seconds > self.replayed_seconds
+
+
 def groups_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> list[Group]:
     """Return each block's group, those of equal blocks computed once."""
     found: dict[tuple[Product, ...], Group] = {}

@@ -449,16 +449,16 @@ def count(model: torch.nn.Module, batch: Batch) -> Count:
         ) from error
 
 
-def count_of_made_up(model: torch.nn.Module) -> Count | str:
-    """Count a forward of a batch that is made up, on meta; of models of transformers, which say what they take.
+def count_of_made_up(model: torch.nn.Module, inner: torch.nn.Module) -> Count | str:
+    """Count a forward of a batch that is made up, on meta.
+
+    Args:
+        model: what is counted.
+        inner: the model of transformers in it, which says what it takes, see ``pretrained``.
 
     Returns:
-        A string where there is no count, empty or with the reason.
+        A string where there is no count, with the reason.
     """
-    inner = next((each for each in model.modules() if _is_pretrained(each)), None)
-    # The inputs of the inner model would not reach weights outside of it.
-    if inner is None or len(list(inner.parameters())) < len(list(model.parameters())):
-        return ""
     try:
         made = functools.partial(made_up_batch, inner)
         return _count_on_meta(
@@ -622,13 +622,6 @@ def _shown(batch: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"{' x '.join(map(str, value.shape))} {name or str(value.dtype).removeprefix('torch.')}"
     return "a batch without tensors"
-
-
-def _is_pretrained(module: torch.nn.Module) -> bool:
-    return any(
-        (cls.__module__, cls.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
-        for cls in type(module).__mro__
-    )
 
 
 def _words(error: Exception) -> str:

@@ -1,17 +1,26 @@
-"""Predicts speed, memory and bytes in float8, on one GPU or many: f8sub.estimate, estimate_step, their results."""
+"""Predicts speed, memory and bytes in float8, on one GPU or many: f8sub.estimate and estimate_step."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import torch
 
-from f8sub.convert.filters import name_of
-from f8sub.convert.products import Product, Shapes
-from f8sub.errors import Float8ConfigError, shown, unknown
+from f8sub.convert.products import (
+    SKIP_REASON,
+    Product,
+    Shapes,
+    are_frozen,
+    kind_of,
+    model_products,
+    name_of,
+    pretrained,
+)
+from f8sub.convert.selection import HEAD, Selection, default_reasons, idle_patterns
+from f8sub.errors import Float8ConfigError, Float8Warning, shown, unknown
 from f8sub.estimator.advice import advice, fits, recommended
-from f8sub.estimator.bytes import Adapters, Memory, Wire, adapters_of, memory, wire
+from f8sub.estimator.bytes import Adapters, adapters_of, memory, wire
 from f8sub.estimator.cluster import (
     E4M3,
     FLOAT32,
@@ -20,20 +29,27 @@ from f8sub.estimator.cluster import (
     Arm,
     Cluster,
     Step,
-    Timeline,
     blocks_seconds,
     divided,
     step_of,
 )
+from f8sub.estimator.counted_forward import count_of_made_up
 from f8sub.estimator.experts import Gains, why_left
 from f8sub.estimator.gpus import GPUS, Gpu, gpu_of
 from f8sub.estimator.models import FORMS, load
-from f8sub.estimator.page import page, step_page
+from f8sub.estimator.results import (
+    Estimate,
+    LayerGroup,
+    Policy,
+    Prediction,
+    StepEstimate,
+    StepPrediction,
+)
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, by_product
-from f8sub.estimator.shapes import alike, shapes_of
-from f8sub.experts.seams import EXPERTS
+from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS, refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 from f8sub.recipes import DEFAULT
+from f8sub.weights.weight import is_converted
 
 PER_HOST = 8
 """GPUs that NVLink joins: data sheets of HGX H100, H200 and B200."""
@@ -44,248 +60,6 @@ KINDS = {**GPUS, H100_500W.name: H100_500W}
 BF16_WAY, COMPUTE = "bf16", "float8 compute"
 BY_WEIGHT, GATHERS = "+ float8 all-gather, a scale at a time", "+ one all-reduce of all scales"
 """The first ways to train, each with what the one before has."""
-
-
-P = TypeVar("P")
-
-
-def one_of(predictions: Sequence[P], **asked: object) -> P:
-    """Return the prediction with these values; Float8ConfigError, which lists what there is, if there is none."""
-    for each in predictions:
-        if all(getattr(each, name) == value for name, value in asked.items()):
-            return each
-    # each value once, in order
-    there = {name: dict.fromkeys(getattr(each, name) for each in predictions) for name in asked}
-    lists = (f"{name} of {', '.join(map(repr, values))}" for name, values in there.items())
-    words = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-    raise Float8ConfigError(f"this estimate has no prediction with {words}; it has {'; '.join(lists)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Holds the speed of a step that is replayed, and the host's part of one that is launched.
-
-    Attributes:
-        replayed: speed as a multiple of bf16's, both replayed as a CUDA graph by ``f8sub.graph_step``.
-        replayed_seconds: seconds of such a step: the GPU's time alone.
-        host_seconds: what the host takes to launch the step from Python; a launched step is no shorter.
-    """
-
-    replayed: float
-    replayed_seconds: float
-    host_seconds: float
-
-    @property
-    def host_binds(self) -> bool:
-        """True if the GPU waits for the host in a launched step."""
-        return self.host_seconds > self.replayed_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction(Speed):
-    """Predicts one recipe on one GPU.
-
-    Attributes:
-        gpu: its name.
-        recipe: its name.
-        native: whether every float8 product has a kernel there; the others' figures are of the reference backend.
-        measured: whether measured runs on this GPU are held to the estimate; else it is from data sheets.
-        blocks: bf16's time over float8's of all blocks, forward and backward; None without numbered blocks.
-        step: the same of a whole step that Python launches.
-        step_seconds: seconds of a launched step in float8.
-        bf16_seconds: seconds of a launched step in bf16.
-        groups: the same ratio of each kind of layer, in the order of ``Estimate.groups``.
-    """
-
-    gpu: str
-    recipe: str
-    native: bool
-    measured: bool
-    blocks: float | None
-    step: float
-    step_seconds: float
-    bf16_seconds: float
-    groups: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Describes layers of one kind and shape.
-
-    Attributes:
-        name: of the layers, with ``*`` for numbers.
-        count: how many they are.
-        shape: (N, K) of one.
-        flops_share: of the model's products with weights, 0 to 1.
-        reason: why they are not converted; None where they are.
-    """
-
-    name: str
-    count: int
-    shape: tuple[int, int]
-    flops_share: float
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Predicts one checkpoint policy on the first GPU, with the recommended recipe.
-
-    Attributes:
-        checkpoint: its name.
-        bf16: bytes at the peak, in bf16.
-        float8: the same in float8.
-        bf16_seconds: seconds of a launched step in bf16.
-        float8_seconds: the same in float8.
-        fits: whether float8's bytes are at most 95 % of the GPU's memory.
-    """
-
-    checkpoint: str
-    bf16: Memory
-    float8: Memory
-    bf16_seconds: float
-    float8_seconds: float
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepPrediction(Speed):
-    """Predicts one way to train on so many GPUs.
-
-    Attributes:
-        gpus: how many.
-        way: what is in float8, added to the ways before.
-        seconds: seconds of a step that Python launches.
-        tokens_per_second: tokens per second on one GPU.
-        over_bf16: speed as a multiple of bf16's, both launched.
-        timeline: what of the step is compute, waiting, and slowed by collectives.
-        loss: seconds of softmax and cross entropy.
-        optimizer: seconds of AdamW and of the all-reduce of scales.
-        fits: whether a GPU's memory holds it.
-    """
-
-    gpus: int
-    way: str
-    seconds: float
-    tokens_per_second: float
-    over_bf16: float
-    timeline: Timeline
-    loss: float
-    optimizer: float
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Holds an estimate of recipes on GPUs. ``str()`` is a page of 80 columns, ``as_dict()`` is for JSON.
-
-    Times are of code compiled block by block. An H200's are fitted to measured runs,
-    which they hit within 10 % but for those that ``docs/measurements/predictions.md`` names.
-
-    Attributes:
-        title: the model's class.
-        shapes: what was read of the model.
-        run: how it is trained.
-        gpus: the GPUs, the first one first.
-        groups: layers by kind.
-        predictions: each recipe on each GPU.
-        recipe: the name of the recommended recipe; None where no recipe is native on the first GPU.
-        policies: memory and speed by checkpoint policy.
-        wire: bytes by the recommended recipe.
-        wire_bf16: bytes in bf16.
-        advice: sentences.
-    """
-
-    title: str
-    shapes: Shapes
-    run: Run
-    gpus: tuple[Gpu, ...]
-    groups: tuple[LayerGroup, ...]
-    predictions: tuple[Prediction, ...]
-    recipe: str | None
-    policies: tuple[Policy, ...]
-    wire: Wire
-    wire_bf16: Wire
-    advice: tuple[str, ...]
-
-    def of(self, gpu: str, recipe: str) -> Prediction:
-        """Return one prediction; Float8ConfigError where there is none, which lists those that there are."""
-        return one_of(self.predictions, gpu=gpu, recipe=recipe)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all figures, in seconds, bytes and ratios, as JSON takes them."""
-        found = asdict(self)
-        found["parameters"] = self.shapes.parameters
-        found["blocks"] = len(self.shapes.blocks)
-        found["not_counted"] = list(self.shapes.not_counted)
-        # Every product of the model; ``groups`` has what a reader needs of them.
-        del found["shapes"]
-        found["gpus"] = [{"name": g.name, "measured": g.measured, "source": g.source} for g in self.gpus]
-        for policy, row in zip(self.policies, found["policies"], strict=True):
-            # asdict leaves properties out.
-            row["bf16"]["total"], row["float8"]["total"] = policy.bf16.total, policy.float8.total
-        return found
-
-    def __str__(self) -> str:
-        return page(self)
-
-
-@dataclass(frozen=True, slots=True)
-class StepEstimate:
-    """Holds an estimate of steps on several numbers of GPUs. ``str()`` is a table, ``as_dict()`` is for JSON.
-
-    Attributes:
-        title: the model's class.
-        shapes: what was read of the model.
-        clusters: one for each number of GPUs.
-        run: how it is trained, on the first of them.
-        recipe: the recipe's name.
-        reduction: how gradients are reduced but in the last way.
-        predictions: every way on every number of GPUs.
-        native: whether the recipe has kernels on the GPU; else its products are those of the reference backend.
-    """
-
-    title: str
-    shapes: Shapes
-    clusters: tuple[Cluster, ...]
-    run: Run
-    recipe: str
-    reduction: str
-    predictions: tuple[StepPrediction, ...]
-    native: bool
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """The ways to train, in their order."""
-        return tuple(dict.fromkeys(each.way for each in self.predictions))
-
-    def of(self, gpus: int, way: str) -> StepPrediction:
-        """Return one prediction; Float8ConfigError where there is none, which lists those that there are."""
-        return one_of(self.predictions, gpus=gpus, way=way)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all figures, in seconds and ratios, as JSON takes them."""
-        # Clusters differ in the number of GPUs alone.
-        first = self.clusters[0]
-        return {
-            "title": self.title,
-            "parameters": self.shapes.parameters,
-            "gpu": first.gpu.name,
-            "gpus_per_host": first.per_host,
-            "network_gbit": first.network / 1e9,
-            "replicas": first.replicas,
-            "tensor_parallel": first.parts,
-            "tokens": self.run.tokens,
-            "sequence": self.run.sequence,
-            "checkpoint": self.run.checkpoint,
-            "recipe": self.recipe,
-            "reduction": self.reduction,
-            "native": self.native,
-            "predictions": [asdict(each) for each in self.predictions],
-        }
-
-    def __str__(self) -> str:
-        return step_page(self)
 
 
 def estimate(  # noqa: PLR0913  (a model, and how it is trained)
@@ -354,6 +128,60 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     )
 
 
+def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | str = EXPERTS) -> Shapes:
+    """Read a model, converted or not, on any device; it is not changed.
+
+    How often a layer or an expert multiplies a token is counted of a model of transformers that takes tokens, see
+    ``count_of_made_up``; of layers that do not run there, and of any other model, it is assumed.
+
+    Args:
+        model: of one that is not converted, told is what ``convert_to_float8(model, skip=skip, experts=experts)``
+            would convert; where ``experts`` is "auto" all experts, which ``Shapes.undecided`` says.
+        skip: glob patterns; of a converted model they do nothing, with a ``Float8Warning``.
+        experts: as ``convert_to_float8`` takes it.
+    """
+    refuse_unknown_experts(experts, None)
+    modules = dict(model.named_modules())
+    linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
+    # The reasons of a converted model stand on its modules; for a plain one they are those of a conversion.
+    is_plain = not any(map(is_converted, modules.values()))
+    reasons: dict[str, str | None]
+    if is_plain:
+        selection = Selection(skip=skip)
+        # "auto" counts as True here: recipe, GPU and tokens decide later.
+        of_experts = selection.reasons_of_experts(modules, wanted=experts is not False)
+        reasons = selection.reasons(modules, linears) | of_experts
+        if skip:
+            idle_patterns(list(modules), reasons, selection, linears)
+    else:
+        if skip:
+            warnings.warn(
+                f"skip={list(skip)} does nothing to a model that is converted already; give it to convert_to_float8",
+                Float8Warning,
+                stacklevel=3,
+            )
+        reasons = {
+            fqn: None if is_converted(m) else getattr(m, SKIP_REASON, "not converted")
+            for fqn, m in modules.items()
+        }
+    counted = None if (inner := pretrained(model)) is None else count_of_made_up(model, inner)
+    products, not_counted = model_products(model, reasons, None if isinstance(counted, str) else counted)
+    total = sum(p.numel() for p in model.parameters())
+    # Output heads make logits, whether they would be converted or not.
+    heads = [fqn for fqn, reason in default_reasons(modules, linears).items() if reason == HEAD]
+    fixed = sum(p.numel() for p in model.parameters() if are_frozen(model, [p]))
+    return Shapes(
+        tuple(products),
+        total - sum(product.elements for product in products),
+        sum(linears[fqn].out_features for fqn in heads),
+        not_counted,
+        experts if is_plain else None,
+        is_plain and experts == AUTO_EXPERTS and any(product.experts for product in products),
+        # What remains are frozen parameters that multiply nothing.
+        fixed - sum(product.elements for product in products if product.frozen),
+    )
+
+
 def _named_or_given(model: torch.nn.Module | str) -> torch.nn.Module:
     """Return a model itself, or the one that a name stands for; Float8ConfigError for anything else."""
     if isinstance(model, str):
@@ -386,6 +214,15 @@ def _cluster_of(gpu: Gpu, run: Run) -> Cluster:
 
 
 Kinds = Mapping[tuple[str, int, int, str | None], Sequence[Product]]
+
+
+def alike(products: Sequence[Product]) -> Kinds:
+    """Group the products by kind, N, K and reason."""
+    found: dict[tuple[str, int, int, str | None], list[Product]] = {}
+    for product in products:
+        key = kind_of(product.fqn), product.rows, product.cols, product.reason
+        found.setdefault(key, []).append(product)
+    return found
 
 
 def _groups(shapes: Shapes, kinds: Kinds) -> tuple[LayerGroup, ...]:

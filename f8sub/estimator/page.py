@@ -14,7 +14,7 @@ from f8sub.estimator.gpus import BY_REFERENCE
 from f8sub.text_table import plural, text_table
 
 if TYPE_CHECKING:
-    from f8sub.estimator.estimate import Estimate, LayerGroup, StepEstimate, StepPrediction
+    from f8sub.estimator.results import Estimate, LayerGroup, StepEstimate, StepPrediction
 
 
 WIDTH, NAME, COUNT, SHAPE, FLOPS, RATIO, MOST_LETTERS = 80, 22, 6, 13, 7, 5, 6

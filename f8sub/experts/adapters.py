@@ -25,12 +25,11 @@ import torch
 from f8sub.errors import Float8ConfigError
 from f8sub.kernels.grouped.gemm import in_high_precision
 from f8sub.kernels.grouped.operands import Groups
-from f8sub.linear.converted import own_parameter
 from f8sub.tensor import aten_ops  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
 from f8sub.torch_compat import constant_result, graph_task, no_torch_function, saved_tensors_hook
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, local_tensor
+from f8sub.weights.weight import Weight, local_tensor, own_parameter
 
 MULTIPLE_OF_RANK = 8
 """torch's grouped product on a GPU takes dimensions that are multiples of this: in bfloat16, rows of 16 bytes."""

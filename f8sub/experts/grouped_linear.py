@@ -26,7 +26,7 @@ from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Tokens, flat_f
 from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts, small_part_of
 from f8sub.kernels.scales import CURRENT_SOURCES, PriorScale, Sources, scale_now, with_inverse
 from f8sub.linear import autocast
-from f8sub.linear.converted import own_parameter, plan_of
+from f8sub.linear.converted import plan_of
 from f8sub.linear.float8_linear import Float8Matmul, sources_of
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import cast_or_share, ends_of, sharing_tokens
@@ -41,7 +41,7 @@ from f8sub.torch_compat import (
     untraced,
 )
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.weight import RAW, Weight, written_raw
+from f8sub.weights.weight import RAW, Weight, own_parameter, written_raw
 
 
 class GroupedCall(NamedTuple):

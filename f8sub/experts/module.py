@@ -22,9 +22,10 @@ from f8sub.experts.grouped_linear import (
 from f8sub.experts.seams import AUTO_EXPERTS, Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
-from f8sub.linear.converted import ConvertedModule, LayerState, own_parameter
+from f8sub.linear.converted import ConvertedModule, LayerState
 from f8sub.linear.float8_linear import sources_of
 from f8sub.weights.conversion import LayerGuest
+from f8sub.weights.weight import own_parameter
 
 
 class ExpertsState(LayerState):

@@ -1,7 +1,7 @@
-"""The common part of converted linear layers and modules of experts: state dicts, copies, devices, products."""
+"""The common part of converted linear layers and modules of experts: state dicts, copies, devices."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -13,27 +13,15 @@ from f8sub.linear import autocast
 from f8sub.linear.saved_input import AUTO
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, reassigned
-from f8sub.weights.weight import STATE, casting, check_assigned, check_not_raw, exported, local_tensor
-
-
-class Product(NamedTuple):
-    """A product that a converted module makes in its forward: of rows with one of its weights.
-
-    Attributes:
-        name: a linear layer's own; of experts with the weight's.
-        attribute: the weight's name in the module.
-        weight: (N, K); of experts (E, N, K), or (E, K, N) where ``transposed``; whatever parametrizations make of it.
-        plan: the recipe and the backend of each GEMM, where no context asks for another.
-        groups: how many groups of rows have a matrix of their own, E; None for one that all rows read.
-        transposed: how the weight is stored.
-    """
-
-    name: str
-    attribute: str
-    weight: torch.Tensor
-    plan: Plan
-    groups: int | None
-    transposed: bool
+from f8sub.weights.weight import (
+    STATE,
+    casting,
+    check_assigned,
+    check_not_raw,
+    exported,
+    local_tensor,
+    own_parameter,
+)
 
 
 class LayerState:
@@ -102,10 +90,10 @@ class LayerState:
 
     def enter_weights(self, module: torch.nn.Module) -> None:
         """Enter the weights among those that were converted together."""
-        for product in products_of(module):
-            name = product.attribute
+        for name in self.weights:
+            fqn = f"{self.fqn}.{name}" if self.plan.grouped else self.fqn
             format, gathered = self.format_of(module, name), self.is_gathered(module, name)
-            self.conversion.add(module, name, product.name, format, gathered)
+            self.conversion.add(module, name, fqn, format, gathered)
 
     def follow(self, device: torch.device) -> None:
         """Select backends anew where the module came to a device of another type since it was converted.
@@ -205,33 +193,6 @@ def _held(module: ConvertedModule) -> dict[str, torch.nn.Parameter]:
     """The weights that are parameters: neither parametrized nor pruned."""
     found = ((name, module._parameters.get(name)) for name in module._f8sub.weights)
     return {name: weight for name, weight in found if weight is not None}
-
-
-def products_of(module: torch.nn.Module, fqn: str | None = None) -> Iterator[Product]:
-    """Yield the products of a converted module, one for each of its weights; none of any other module.
-
-    They are named as in the model that was converted, or as in one that has the module by the name ``fqn``.
-    """
-    if not isinstance(module, ConvertedModule):
-        return
-    plan, name = module._f8sub.plan, module._f8sub.fqn if fqn is None else fqn
-    for attribute, transposed in module._f8sub.weights.items():
-        weight = own_parameter(module, attribute)
-        if plan.grouped:
-            full = f"{name}.{attribute}".lstrip(".")
-            yield Product(full, attribute, weight, plan, weight.shape[0], transposed)
-        else:
-            yield Product(name, attribute, weight, plan, None, transposed)
-
-
-def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A module's parameter, whatever parametrizations make of it; what they, or pruning, made of several tensors."""
-    if (parameter := module._parameters.get(name)) is not None:
-        return parameter
-    lists: Any = module._modules.get("parametrizations")
-    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
-    found: torch.Tensor = getattr(module, name) if original is None else original
-    return found
 
 
 def plan_of(layer: Any, weight: torch.Tensor) -> Any:

@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError
-from f8sub.formats import ALL, Float8Format, Tile
+from f8sub.formats import ALL, Float8Format, Tile, aligned, bytes_of_row, lies_in_rows
 from f8sub.torch_compat import all_gather, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_ALIGNMENT = 16
-"""Bytes that a row and its scales are filled up to: NCCL is slow and tensor cores refuse what is not aligned so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +179,6 @@ def sharded_dims(weight: "DTensor") -> dict[int, int]:
     return {i: dim for i, dim in dims.items() if dim is not None}
 
 
-def lies_in_rows(tile: Tile) -> bool:
-    """Return whether each row of a matrix has several tiles of its own, as 1x128 and 1x32 do."""
-    return tile.rows == 1 and tile.cols != ALL
-
-
 class WireFormat:
     """Describes what one rank sends of a weight: a uint8 matrix whose rows are the float8 rows of the shard.
 
@@ -222,7 +214,7 @@ class WireFormat:
         """Return the scales in rows of the wire, as they are stored: a view."""
         cols = self.layout.shape[1]
         # [ data, padded to 16 bytes | scales, padded to 16 bytes ]
-        start = _aligned(cols // self.format.codes_per_byte)
+        start = aligned(cols // self.format.codes_per_byte)
         stored_as = self.format.scale_rule.stored_as
         count = self.format.tile.scale_shape((1, cols))[1] * stored_as.itemsize
         return rows[:, start : start + count].view(stored_as)
@@ -255,16 +247,3 @@ class WireFormat:
             each = cols // folded[1] if tile.rows == 1 else folded[0]
             scales = scales.view(tile.scale_shape((scales.shape[0] * each, folded[1])))
         return codes, self.scales_of(whole) if self.carries_scales else scales
-
-
-def bytes_of_row(format: Float8Format, cols: int, carries_scales: bool) -> int:
-    """Return the bytes of a row on the wire."""
-    codes = cols // format.codes_per_byte
-    if not carries_scales:
-        return codes
-    tiles = format.tile.scale_shape((1, cols))[1]
-    return _aligned(_aligned(codes) + tiles * format.scale_rule.stored_as.itemsize)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from f8sub.errors import Float8ConfigError, Float8Warning
-from f8sub.formats import Float8Format, Operand
+from f8sub.formats import Float8Format, Operand, lies_in_rows
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import bound_hook, gathered_parameters, is_dtensor, is_swapped_with_itself
-from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered, lies_in_rows
+from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -317,6 +317,16 @@ def of_gathered(optimizer: torch.optim.Optimizer, found: Sequence[torch.Tensor])
 def local_tensor(weight: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sharded parameter, or the whole of any other."""
     return weight._local_tensor if is_dtensor(weight) else weight
+
+
+def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return a module's parameter, whatever parametrizations make of it; or what they, or pruning, made of several."""
+    if (parameter := module._parameters.get(name)) is not None:
+        return parameter
+    lists: Any = module._modules.get("parametrizations")
+    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
+    found: torch.Tensor = getattr(module, name) if original is None else original
+    return found
 
 
 def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 A layer by itself whose larger dimension is --width, as it is and transposed; and a layer beside another of --width that
 reads the same x, where converting both is compared with converting the other alone. A GPU's times are those of CUDA
 graphs, which leave the host out and cast the weights in every replay. Of a recipe without native GEMMs on the GPU
-one layer is timed as it is launched: how slow the reference backend is. ``MIN_DIM`` of ``f8sub.convert.defaults`` and
+one layer is timed as it is launched: how slow the reference backend is. ``MIN_DIM`` of ``f8sub.convert.selection`` and
 ``REFERENCE_TIMES_BF16`` of ``f8sub.convert.messages`` come from here.
 
     python scripts/bench/small_layers.py

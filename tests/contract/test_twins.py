@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
@@ -393,6 +393,38 @@ def estimate(form: Form) -> None:
         assert "rowwise" in str(f8sub.estimate(model, "rowwise", gpus="H200", **ASKED))
 
 
+MAKERS: tuple[Callable[[nn.Module, str], object], ...] = (
+    lambda module, name: None,
+    lambda module, name: nn.utils.parametrizations.weight_norm(module, name),
+    lambda module, name: parametrize.register_parametrization(module, name, nn.Identity()),
+    lambda module, name: prune.l1_unstructured(module, name, 0.3),
+)
+"""What computes a weight after a conversion."""
+
+
+def account(form: Form) -> None:
+    """Estimates, reports and bytes have the products that a conversion converts, whatever computes a weight since."""
+
+    def products(model: nn.Module) -> dict[str, tuple[object, ...]]:
+        found = f8sub.estimate(model, "rowwise", gpus="H200", **ASKED).shapes
+        return {p.fqn: (p.rows, p.cols, p.uses, p.elements, p.transposed, p.reads) for p in found.products}
+
+    expected, plain = products(form.plain()), f8sub.conversion_report(form.plain())
+    assert expected.keys() == form.rows
+    for make in MAKERS:
+        model = form.converted()
+        make(model.layer, form.weights[-1])
+        assert products(model) == expected
+        assert {each.fqn for each in f8sub.conversion_report(model, tokens=ROWS).bytes.layers} == form.rows
+        reports = [f8sub.conversion_report(model)]
+        if not parametrize.is_parametrized(model.layer):  # whose copy would not compute the weight
+            reports.append(f8sub.conversion_report(model, batch=x_of().detach()))
+        for report in reports:
+            assert report.flops_share == 1
+            assert [each.shapes for each in report.others] == [each.shapes for each in plain.others]
+            assert "register_experts" not in str(report)
+
+
 def parametrized(form: Form) -> None:
     """As the plain module has it, see tests/convert/test_parametrized.py."""
     name = form.weights[-1]
@@ -442,6 +474,7 @@ FEATURES = [
     checkpointing,
     swiglu_input,
     estimate,
+    account,
     parametrized,
     another_device,
 ]

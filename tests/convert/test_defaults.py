@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.convert.defaults import default_reasons
+from f8sub.convert.selection import default_reasons
 from tests.convert.models import K, reasons
 
 HEADS = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.convert.filters import why_not_weight
+from f8sub.convert.selection import why_not_weight
 from tests.data_sets import gaussian, generator
 
 

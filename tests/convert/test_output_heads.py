@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import f8sub
-from f8sub.convert.defaults import HEAD, default_reasons
+from f8sub.convert.selection import HEAD, default_reasons
 from tests.estimator.zoo import OTHER, WIDTH, names_of, small
 
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from torch import nn
 import f8sub
 from f8sub.diagnostics.bytes import Bytes
 from f8sub.estimator.bytes import gathered_bytes, kept_codes, saved_bytes
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.seconds import Run
-from f8sub.estimator.shapes import shapes_of
 from f8sub.linear import float8_linear
 from tests.convert.models import mlp
 from tests.data_sets import gaussian, generator

@@ -22,9 +22,9 @@ from f8sub.diagnostics.statistics import (
     add_measured,
     measure,
 )
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.gpus import H200
 from f8sub.estimator.seconds import Run, block_seconds
-from f8sub.estimator.shapes import shapes_of
 from f8sub.kernels.triton import support
 from f8sub.kernels.triton.launch import Launch
 from tests.data_sets import gaussian, generator

@@ -15,8 +15,8 @@ from f8sub import GemmSpec, Recipe
 from f8sub.convert.products import Product, Shapes
 from f8sub.estimator import bytes, gpus, seconds
 from f8sub.estimator.cluster import FLOAT32, Arm, Cluster, blocks_seconds, step_of
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.seconds import Run, by_expert_seconds, over_tokens_seconds
-from f8sub.estimator.shapes import shapes_of
 
 DATA = tomllib.loads((Path(__file__).parent / "measured.toml").read_text())
 ASKED = {"recipe", "reduction", "gemm", "sizes", "compiled", "kernels", "checkpoint", "miss"}

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
 from f8sub.estimator.bytes import adapters_of, memory
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.seconds import Run
-from f8sub.estimator.shapes import shapes_of
 
 BF16 = torch.bfloat16
 TOKENS = 256

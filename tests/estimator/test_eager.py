@@ -4,8 +4,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from f8sub.estimator.bytes import saved_bytes
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.seconds import Run
-from f8sub.estimator.shapes import shapes_of
 from tests.estimator.test_adapters import TOKENS, saved
 
 

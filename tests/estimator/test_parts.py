@@ -11,6 +11,7 @@ from f8sub.convert.products import Product, block_of, reads_attention
 from f8sub.estimator import gpus, seconds
 from f8sub.estimator.bytes import wire
 from f8sub.estimator.cluster import Arm, step_of
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.gpus import (
     B200,
     GPUS,
@@ -18,7 +19,6 @@ from f8sub.estimator.gpus import (
     kind_of_product,
 )
 from f8sub.estimator.seconds import Run
-from f8sub.estimator.shapes import shapes_of
 from tests.estimator.predictions import cluster_of, model, step
 from tests.models import Transformer
 

@@ -25,10 +25,9 @@ from f8sub.estimator.cluster import (
     reduction_of,
     timeline,
 )
-from f8sub.estimator.estimate import GATHERS
+from f8sub.estimator.estimate import GATHERS, shapes_of
 from f8sub.estimator.gpus import H200
 from f8sub.estimator.models import load
-from f8sub.estimator.shapes import shapes_of
 from tests.estimator.runs import rates, speed_ups, whole_runs
 from tests.models import Transformer
 

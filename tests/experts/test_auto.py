@@ -10,9 +10,9 @@ from torch import nn
 
 import f8sub
 from f8sub.convert.products import Product
+from f8sub.estimator.estimate import shapes_of
 from f8sub.estimator.experts import LEAST, MANY, gain_of
 from f8sub.estimator.gpus import B200, H100, H200
-from f8sub.estimator.shapes import shapes_of
 from f8sub.experts.module import Float8Experts
 from f8sub.experts.seams import EXPERTS
 

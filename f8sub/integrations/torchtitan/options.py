@@ -9,8 +9,9 @@ import torch
 from f8sub.convert.attention import attend_in_float8, attention_modules
 from f8sub.convert.class_swap import extensions
 from f8sub.convert.convert import convert_to_float8
-from f8sub.convert.defaults import MIN_DIM
-from f8sub.convert.filters import kind_of, layer_keep_x, layer_recipes
+from f8sub.convert.patterns import layer_keep_x, layer_recipes
+from f8sub.convert.products import kind_of
+from f8sub.convert.selection import MIN_DIM
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.experts.seams import EXPERTS

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import f8sub
-from f8sub.convert import filters
+from f8sub.convert import selection
 from f8sub.weights import shard as shards
 from tests import oracle
 from tests.data_sets import gaussian, generator, lognormal, spread_columns
@@ -92,7 +92,7 @@ DTYPES = {"fp32": (MixedPrecisionPolicy(), torch.float32), "bf16": (BF16, torch.
 
 @on_each_recipe_and_world
 def test_any_number_of_rows(rank, world, recipe):
-    filters.MULTIPLE = 1
+    selection.MULTIPLE = 1
     found = {}
     for rows in ROWS:
         for name, (policy, dtype) in DTYPES.items():
@@ -118,7 +118,7 @@ def test_any_number_of_rows(rank, world, recipe):
 @on_each_recipe
 def test_rows_past_a_short_shard_are_zero(rank, world, recipe):
     """Of five rows on three ranks the last has one: what it sends does not depend on what lay in its memory."""
-    filters.MULTIPLE = 1
+    selection.MULTIPLE = 1
     model = with_weight(recipe, 5)
     fully_shard(model)
     f8sub.precompute_scales(model)

@@ -10,11 +10,14 @@ the module's forward, so it is there again wherever forward is repeated: in chec
     this rank's backward passes --> history --maximum over the ranks--> the same history on all of them
 
 So any rank's copy is the one to save, and to resume from on any number of ranks. An amax that another rank met errs
-upward, which costs nothing. A converted layer near the attention says which ranks hold it:
+upward, which costs nothing. A converted layer near the attention says which ranks hold it, and in a model that has
+none any other parameter near it:
 
 - FSDP2 gathers its weight as float8, or it has delayed scaling: the exchange of its weight takes the histories along.
 - Other sharded weights, those of tensor parallelism alone too: an all-reduce of the histories' own.
 - DDP: the same, over its ranks. It broadcasts rank 0's buffers at every forward, and leaves these alone from then on.
+
+A step of any optimizer that has parameters of the model counts: the layers may be frozen, and adapters be trained.
 """
 
 import functools
@@ -22,13 +25,15 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from f8sub.attention import cudnn
@@ -48,9 +53,10 @@ from f8sub.capture import current_capture
 from f8sub.convert.filters import matches
 from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
-from f8sub.torch_compat import change_and_restore, is_dtensor, remove_hook, running_ddp
+from f8sub.torch_compat import change_and_restore, graph_task, is_dtensor, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
-from f8sub.weights.weight import WeightRecord, is_converted
+from f8sub.weights.precompute_scales import watch_optimizer_steps
+from f8sub.weights.weight import BESIDE, STATE, Anchor, WeightRecord, is_converted
 
 if TYPE_CHECKING:
     from f8sub.weights.exchange import Exchange
@@ -189,6 +195,7 @@ def _why_never(module: Any, state: AttentionState) -> str | None:
 
 def revert_attention(module: torch.nn.Module) -> None:
     """Give a module back the class that it had, without a state; nothing where it has none."""
+    module.__dict__.pop(BESIDE, None)
     # Modules of transformers kept their class.
     if isinstance(module._modules.get(CHILD), AttentionState):
         del module._modules[CHILD]
@@ -332,8 +339,10 @@ def _raise_to(states: Sequence[AttentionState], maxima: torch.Tensor) -> None:
 
 
 def _states_of(record: WeightRecord) -> Sequence[AttentionState]:
+    """Return the states of the attention near a weight."""
     module = record.module
-    return () if module is None else module._f8sub.attends
+    anchor: Any = None if module is None else module.__dict__.get(BESIDE, module.__dict__.get(STATE))
+    return () if anchor is None else anchor.attends
 
 
 class _Riding:
@@ -367,14 +376,14 @@ class _Riding:
 
 
 class SharedAttention(Guest):
-    """Reduces the histories of attention near a conversion's layers, once per optimizer step: its ``Guest``.
+    """Reduces the histories of attention near a conversion's weights, once per optimizer step: its ``Guest``.
 
     Attributes:
-        steps: optimizer steps of the conversion's weights so far.
+        steps: optimizer steps of the model so far.
     """
 
     def __init__(self, conversion: Conversion) -> None:
-        self.steps = 0
+        self.steps = self._reduced_at = 0
         self._conversion: Conversion = weakref.proxy(conversion)
         self._apart: dict[Exchange, list[AttentionState]] = {}
         self._replicas: Replicas | None = None
@@ -417,17 +426,42 @@ class SharedAttention(Guest):
 
     @override
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
-        self._count()
+        self.steps += 1
         if (capture := current_capture()) is not None:
-            capture.after_replay(self._count)
+            capture.after_replay(self._replayed)
+        # Optimizers that step within backward are many in a step: precompute_scales reduces after the last of them.
+        if graph_task() == -1:
+            self.precompute()
+
+    @override
+    def stepped_others(self) -> None:
+        # Where layers are trained, what steps them counts, and what steps the rest of the model is in the same step.
+        weights = [record.parameter for record in self._conversion.records] if self._has_layers else []
+        if not any(weight is not None and weight.requires_grad for weight in weights):
+            self.stepped(())
+
+    @override
+    def precompute(self) -> None:
+        if self._reduced_at == self.steps:
+            return
+        self._reduced_at = self.steps
+        if not self._has_layers:
+            # With ``asked``, because this rank alone may have stepped.
+            self._conversion.refresh(asked=True, gathered=True)
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._replicas is not None and (held := self._held()):
                 _raise_to(held, self._replicas.maximum(_joined(held), held[0].fqn))
             for exchange, states in list(self._apart.items()):
                 self._reduce_apart(exchange, states)
 
-    def _count(self) -> None:
+    @property
+    def _has_layers(self) -> bool:
+        return len(self._conversion.layer_guests) > 0
+
+    def _replayed(self) -> None:
+        """Note that a replay stepped, and reduced."""
         self.steps += 1
+        self._reduced_at = self.steps
 
     def _reduce_apart(self, exchange: "Exchange", states: Sequence[AttentionState]) -> None:
         ranks = exchange.layout.ranks
@@ -475,40 +509,87 @@ class AttentionNearLayers(LayerGuest):
 
 
 def share_histories(model: torch.nn.Module) -> None:
-    """Have the ranks that hold a model's attention share its histories, by the layers near it; in place.
+    """Have the ranks that hold a model's attention share its histories, by the weights near it; in place.
 
-    Those are the converted layers of the smallest part of the model that has any beside the attention. Attention in a
-    model without converted layers is left to itself: nothing is asked of it after a step.
+    Those are the converted layers of the smallest part of the model that has any beside the attention. In a model
+    without converted layers it is one parameter of the smallest part that has any.
     """
     modules = dict(model.named_modules())
     layers: dict[str, Any] = {fqn: module for fqn, module in modules.items() if is_converted(module)}
     for layer in layers.values():
         layer._f8sub.attends = ()
+    # A call before this one may have found no layers.
+    for module in modules.values():
+        module.__dict__.pop(BESIDE, None)
+    remove_hook(share_attention_hook, model)
+    conversions: dict[Conversion, None] = {}
+    alone: dict[str, AttentionState] = {}
     for fqn, state in modules.items():
         if not isinstance(state, AttentionState) or not state.has_past:
             continue
         if (layer := _nearest(fqn, layers)) is not None:
             layer._f8sub.attends = (*layer._f8sub.attends, state)
-            remove_hook(share_attention_hook, model)
-            model.register_forward_pre_hook(functools.partial(share_attention_hook, layer._f8sub.conversion))
+            conversions[layer._f8sub.conversion] = None
+        else:
+            alone[fqn] = state
+    if alone:
+        conversions[_anchored(model, alone)] = None
+    for conversion in conversions:
+        conversion.follow_steps_of(model)
+        model.register_forward_pre_hook(functools.partial(share_attention_hook, conversion))
 
 
 def _nearest(fqn: str, layers: dict[str, Any]) -> Any:
     """Return the converted layer in the smallest part of a model with the module ``fqn``; None where there is none."""
-    part = fqn
-    while part:
-        part = part.rpartition(".")[0]
-        inside = [
-            layer for name, layer in layers.items() if f"{name}.".startswith(f"{part}." if part else "")
-        ]
+    for part in _parts_around(fqn):
+        inside = [layer for name, layer in layers.items() if f"{name}.".startswith(part)]
         if inside:
             # One that is gathered as float8 has a reduction already.
             return next((layer for layer in inside if layer._f8sub.float8_all_gather), inside[0])
     return None
 
 
+def _parts_around(fqn: str) -> Iterator[str]:
+    """Yield what names begin with in each part of a model that has the module ``fqn`` in it, the smallest first."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield f"{fqn}." if fqn else ""
+
+
+def _anchored(model: torch.nn.Module, alone: dict[str, AttentionState]) -> Conversion:
+    """Return a conversion that follows a parameter near each state, and has no layers."""
+    conversion = Conversion({}, (SharedAttention,))
+    near: dict[str, list[AttentionState]] = defaultdict(list)
+    # Lazy ones have no dimensions yet.
+    parameters = {name: p for name, p in model.named_parameters() if not is_lazy(p)}
+    for fqn, state in alone.items():
+        for part in _parts_around(fqn):
+            inside = {name: p for name, p in parameters.items() if name.startswith(part)}
+            # Under tensor parallelism a matrix has more ranks than a norm has.
+            if found := [name for name, p in inside.items() if p.dim() > 1] or list(inside):
+                near[found[0]].append(state)
+                break
+    for name, states in near.items():
+        owner, _, own_name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        conversion.add(module, own_name, name, None, gathered=False)
+        module.__dict__[BESIDE] = Anchor(conversion, tuple(states))
+    # Scales of it may be asked for, as in training loops that do so with any model.
+    Conversion.see(model)
+    watch_optimizer_steps()
+    return conversion
+
+
 def share_attention_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Find in a forward pre-hook which ranks share histories of attention; removed once that is known."""
-    for guest in () if torch.compiler.is_compiling() else conversion.guests:
+    if torch.compiler.is_compiling():
+        return
+    if not conversion.alive:
+        # A copy of a model without layers, whose conversion has not seen the copies of its parameters.
+        share_histories(module)
+        return
+    # As for a copy.
+    conversion.follow_steps_of(module)
+    for guest in conversion.guests:
         if isinstance(guest, SharedAttention) and guest.saw_forward():
             remove_hook(share_attention_hook, module)

@@ -50,10 +50,11 @@ from f8sub.attention.state import (
     InFloat8,
 )
 from f8sub.capture import current_capture
+from f8sub.convert.checks import refuse_sharded
 from f8sub.convert.filters import matches
 from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
-from f8sub.torch_compat import change_and_restore, graph_task, is_dtensor, remove_hook, running_ddp
+from f8sub.torch_compat import change_and_restore, graph_task, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
 from f8sub.weights.precompute_scales import watch_optimizer_steps
 from f8sub.weights.weight import BESIDE, STATE, Anchor, WeightRecord, is_converted
@@ -122,9 +123,11 @@ def attend_in_float8(
 
     Needs the package nvidia-cudnn-frontend (1.23.0 is known to work) on Hopper or newer.
 
+    What backward remembers is in the state dict, and not in what ``save_pretrained`` of transformers writes.
+
     Args:
-        model: any module. Of transformers, those with ``attn_implementation="sdpa"``; of others, modules whose own
-            code calls ``scaled_dot_product_attention``.
+        model: any module, not sharded yet. Of transformers, those with ``attn_implementation="sdpa"``; of others,
+            modules whose own code calls ``scaled_dot_product_attention``.
         backward: "float8": dO, dP, dq, dk and dv are e4m3, too, with scales from earlier backwards, which are in the
             state dict. "bf16": of the q, k and v that forward rounded, without a state.
         skip: glob patterns over whole segments of a module's name; a match stays as it was.
@@ -136,13 +139,15 @@ def attend_in_float8(
         The names of the modules.
 
     Raises:
-        Float8ConfigError: an unknown option, no module calls attention, or ``backend="cudnn"`` where there is none.
+        Float8ConfigError: an unknown option, no module calls attention, a model that is sharded already, or
+            ``backend="cudnn"`` where there is none.
     """
     refuse_other_than_a_module("attend_in_float8", model)
     if backward not in BACKWARDS_BY_NAME:
         raise unknown("backward", backward, BACKWARDS_BY_NAME)
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
+    refuse_sharded(model, "call attend_in_float8 before fully_shard and parallelize_module")
     device = _device_of(model)
     if backend == CUDNN and (reason := cudnn.why_not(device)) is not None:
         raise Float8ConfigError(f"attend_in_float8: backend='cudnn' {reason}")
@@ -164,7 +169,18 @@ def attend_in_float8(
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
     share_histories(model)
+    _leave_out_of_exports(model)
     return chosen
+
+
+def _leave_out_of_exports(model: torch.nn.Module) -> None:
+    """Have ``save_pretrained`` write no histories, which readers of weights do not know; ``state_dict`` has them."""
+    of_transformers: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    for module in model.modules():
+        if isinstance(module, of_transformers):
+            inside: Any = module.named_modules()
+            names = {f"{fqn}.history" for fqn, state in inside if isinstance(state, AttentionState)}
+            module._keys_to_ignore_on_save = {*(module._keys_to_ignore_on_save or ()), *names}
 
 
 def attention_modules(model: torch.nn.Module) -> list[AttentionModule]:
@@ -235,9 +251,7 @@ def _names_in(member: Any) -> set[str]:
 
 def _device_of(model: torch.nn.Module) -> torch.device:
     tensors = (*model.parameters(), *model.buffers())
-    for tensor in tensors:
-        return tensor.to_local().device if is_dtensor(tensor) else tensor.device
-    return torch.device("cpu")
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _convert(module: torch.nn.Module, state: AttentionState) -> None:

@@ -69,9 +69,15 @@ class AttentionState(TrainingState):
         return self.backward != problem.HIGH_PRECISION
 
     @property
+    def was_trained(self) -> bool:
+        """Whether the history has a backward pass, of this process or of one before; reads memory of the device."""
+        return not self.history.is_meta and bool(self.history.any())
+
+    @property
     def saturations(self) -> dict[str, int]:
         """How many backwards saturated, by gradient; reads memory of the device."""
-        return dict(zip(GRADIENTS, map(int, self.saturated.tolist()), strict=True))
+        counts = [0] * len(GRADIENTS) if self.saturated.is_meta else map(int, self.saturated.tolist())
+        return dict(zip(GRADIENTS, counts, strict=True))
 
     def why_not(
         self,

@@ -95,14 +95,24 @@ class AttentionModule(NamedTuple):
         return not self.reason
 
     @property
+    def how(self) -> str:
+        """Kernels and the format of backward, and whether a call was seen; empty where it stays in high precision.
+
+        Reads from the device whether there was a backward pass: compiled calls show by that alone.
+        """
+        if self.state is None or self.reason:
+            return ""
+        line = f"{REFERENCE if self.state.backend == REFERENCE else CUDNN}, backward in {self.state.backward}"
+        return line if self.reason is None or self.state.was_trained else f"{line}, no call seen yet"
+
+    @property
     def title(self) -> str:
         """A sentence that says what became of it. Reads from the device how often gradients saturated."""
         if self.state is None or self.reason:
             return f"not in float8: {self.reason}"
-        kernels = REFERENCE if self.state.backend == REFERENCE else CUDNN
-        line = f"in float8: {kernels}, backward in {self.state.backward}"
         saturated = [f"{name} {count}" for name, count in self.state.saturations.items() if count]
-        return line + (f"; backwards that saturated: {', '.join(saturated)}" if saturated else "")
+        told = f"; backwards that saturated: {', '.join(saturated)}" if saturated else ""
+        return f"in float8: {self.how}{told}"
 
 
 def attend_in_float8(

@@ -6,11 +6,12 @@ The latter are experts, attention's, Conv1D's, routers' and convolutions'.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from f8sub.convert.swiglu_input import elements_per_scale, round_to_float8
 from f8sub.experts.seams import EXPERTS, seam_of
 from f8sub.weights.weight import is_converted
 
@@ -454,3 +455,27 @@ def are_frozen(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> bo
     """Return whether these parameters take no gradient while others of the model do."""
     # If all parameters are frozen, none counts as frozen: adapters may be added later.
     return not any(p.requires_grad for p in parameters) and any(p.requires_grad for p in model.parameters())
+
+
+class KeptInput(NamedTuple):
+    """What compiled code saves of a layer's result that ``keep_swiglu_input_in_float8`` rounds.
+
+    Attributes:
+        fqn: the layer's name.
+        features: of its result.
+        bytes: of a token, codes and scales; in bf16 they would be two for each feature.
+    """
+
+    fqn: str
+    features: int
+    bytes: int
+
+
+def kept_inputs(model: torch.nn.Module) -> list[KeptInput]:
+    """Return the layers of a model whose results ``keep_swiglu_input_in_float8`` rounds."""
+    found = []
+    for fqn, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and round_to_float8 in layer._forward_hooks.values():
+            features = layer.out_features
+            found.append(KeptInput(fqn, features, features + features // elements_per_scale(features)))
+    return found

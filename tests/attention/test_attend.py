@@ -147,7 +147,16 @@ def test_the_report():
     assert "attention" not in f8sub.conversion_report(model).summary
     in_float8(model, skip="2")
     report = f8sub.conversion_report(model)
-    assert "attention: 2 of 3 modules in float8" in report.summary
+    # Nobody knows yet what becomes of their calls.
+    how = "reference, backward in e4m3"
+    never = "1 not: attend_in_float8 has not been called for it"
+    assert f"attention: 2 of 3 modules in float8 ({how}, no call seen yet; {never})" in report.summary
+    model(tokens())
+    assert f"modules in float8 ({how}; {never})" in f8sub.conversion_report(model).summary
+    model[0].attention(tokens(), attn_mask=torch.ones(24, 24), is_causal=False)
+    told = f"attention: 1 of 3 modules in float8 ({how}; 1 not: the call has a mask; {never})"
+    assert told in f8sub.conversion_report(model).summary
+    assert f8sub.conversion_report(model.to("meta")).attention[1].title == f"in float8: {how}"
     assert [each.fqn for each in report.attention if each.converted] == ["0.attention", "1.attention"]
     assert "in float8: reference, backward in e4m3" in str(report)
     assert not f8sub.conversion_report(nn.Sequential(nn.Linear(8, 8))).attention
@@ -241,6 +250,8 @@ def test_compiled(backend, checkpointed):
         # A call that is compiled tells nothing.
         assert a.reason is None
         assert b.reason == ""
+    # What was trained was in float8, whether or not it told.
+    assert "no call seen yet" not in f8sub.conversion_report(compiled).summary
 
 
 @pytest.mark.parametrize("policy", [None, "bf16", "gemms"])

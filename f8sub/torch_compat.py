@@ -935,6 +935,28 @@ def cuda_version() -> tuple[int, ...]:
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 
+class TrainingState(torch.nn.Module):
+    """Holds what a training keeps besides weights, in float32 buffers: state dicts have it, and no engine reads it.
+
+    The buffers stay float32 under ``model.to(dtype)``, and ``to_empty`` never leaves them uninitialized. A state dict
+    without them is of a model that kept none, and is no error.
+    """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainingState":
+        """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
+        for name, buffer in self.named_buffers():
+            device = fn(buffer).device
+            # From meta there is nothing to move: zeros are an empty past.
+            if device != buffer.device:
+                moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                self._buffers[name] = moved
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
     """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -382,7 +382,7 @@ def backward(
     amaxes = stats.new_zeros(4)
     pointers = _pointers(
         _OF_BACKWARD,
-        (*given, *grads, inverse_do, scales.inverse_dp),
+        (*given, *grads, inverse_do, scales.inverse),
         (_OF_INVERSE, inverse),
         (_OF_S, scales.of_s),
         (_OF_GRADIENTS, scales.gradients),

@@ -4,32 +4,18 @@
 of it 1 byte per element. Backward is ``f8sub::attention_backward``, which writes to the histories and nothing else.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from f8sub.attention import cudnn, reference
-from f8sub.attention.problem import (
-    E4M3,
-    GRADIENT_FORMATS,
-    HIGH_PRECISION,
-    Problem,
-    as_matrix,
-    like,
-    packed,
-)
-from f8sub.attention.scaling import (
-    O,
-    backward_scales,
-    forward_scales,
-    roll,
-    with_measured,
-)
-from f8sub.formats import Float8Format, Operand, present
-from f8sub.kernels import cuda
+from f8sub.attention.casts import Remembered, back, cast_backward, cast_forward, finish_backward
+from f8sub.attention.problem import E4M3, GRADIENT_FORMATS, HIGH_PRECISION, Problem, packed
+from f8sub.attention.scaling import O, backward_scales, with_measured
 from f8sub.kernels.ops import operator
-from f8sub.kernels.quantize import quantize
+from f8sub.torch_compat import dispatch_stack_size
 
 BACKENDS = {"cudnn": cudnn, "reference": reference}
 
@@ -42,12 +28,6 @@ _measured = WeakTensorKeyDictionary()
 """Layers' marks for which backward ran once in this process: their histories are no longer empty."""
 
 
-def _cast(x: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 data in the shape and memory order of a packed x, and the inverse scale, (1, 1)."""
-    made = present(quantize(as_matrix(x), format, None).rowwise)
-    return like(made.data, x), made.scale_inv
-
-
 def smoothed(k: torch.Tensor) -> torch.Tensor:
     """Return k (batch, heads, rows, width) less each head's mean over the rows, which softmax does not see.
 
@@ -56,11 +36,6 @@ def smoothed(k: torch.Tensor) -> torch.Tensor:
     zero. docs/attention.md says what it gains.
     """
     return k - k.mean(2, keepdim=True, dtype=torch.float32).to(k.dtype)
-
-
-def _back(x: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what packed float8 data stand for."""
-    return like(cuda.dequantize(Operand(as_matrix(x), scale_inv.view(1, 1), E4M3), dtype), x)
 
 
 def _attention(  # noqa: PLR0913  (an operator has no structures)
@@ -79,13 +54,12 @@ def _attention(  # noqa: PLR0913  (an operator has no structures)
     # Packed first: the fake promises the strides of packed tensors, which the difference then has, too.
     q, k, v = packed(q), smoothed(packed(k)), packed(v)
     problem = Problem.of(q, k, v, causal, scale)
-    (q8, of_q), (k8, of_k), (v8, of_v) = (_cast(x, E4M3) for x in (q, k, v))
-    scales = forward_scales(of_q, of_k, of_v)
-    o8, stats = BACKENDS[backend].forward(problem, q8, k8, v8, scales)
-    o = _back(o8, scales.inverse[O:], q.dtype)
+    qkv, scales = cast_forward(q, k, v)
+    o8, stats = BACKENDS[backend].forward(problem, *qkv, scales)
+    (o,) = back((o8,), scales.inverse[O:], q.dtype)
     # As bytes, which autograd takes for numbers that have no gradient.
-    q8, k8, v8, o8 = (x.view(torch.uint8) for x in (q8, k8, v8, o8))
-    return o, q8, k8, v8, o8, scales.inverse.clone(), stats
+    q8, k8, v8, o8 = (x.view(torch.uint8) for x in (*qkv, o8))
+    return o, q8, k8, v8, o8, scales.inverse, stats
 
 
 def _fake_attention(  # noqa: PLR0913
@@ -128,15 +102,14 @@ def _attention_backward(  # noqa: PLR0913
     kernels = BACKENDS[backend]
     if backward == HIGH_PRECISION:
         # Of what forward multiplied: the gradients are those of the rounded q, k and v.
-        values = [_back(x, inverse[i : i + 1], do.dtype) for i, x in enumerate((q, k, v, o))]
+        values = back((q, k, v, o), inverse, do.dtype)
         made = kernels.backward_in_high_precision(problem, (do, *values, stats))
         dq, dk, dv = (x.to(do.dtype) for x in made)
         return dq, dk, dv
     # The current amax of dO, as of q, k and v in forward.
     format = GRADIENT_FORMATS[backward]
-    do8, of_do = _cast(do, format)
+    do8, of_do, scales = cast_backward(problem, do, inverse, history, format)
     given = do8, q, k, v, o, stats
-    scales = backward_scales(problem, inverse, of_do, history, format.max)
     if mark not in _measured:
         # Bounds saturate nothing, so this pass measures; a history that was loaded decides all the same.
         _measured[mark] = True
@@ -144,10 +117,7 @@ def _attention_backward(  # noqa: PLR0913
         known = with_measured(history, amaxes)
         scales = backward_scales(problem, inverse, of_do, known, format.max)
     grads, amaxes = kernels.backward(problem, given, inverse, of_do, scales, format)
-    roll(history, saturated, amaxes, scales.gradients, format.max)
-    of_grads = scales.gradients[1:].reciprocal()
-    dq, dk, dv = (_back(x, of_grads[i : i + 1], do.dtype) for i, x in enumerate(grads))
-    return dq, dk, dv
+    return finish_backward(grads, scales, amaxes, Remembered(history, saturated), format.max, do.dtype)
 
 
 def _fake_backward(  # noqa: PLR0913
@@ -196,7 +166,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        o, *saved = attention(*inputs)
+        o, *saved = _called(attention, _attention)(*inputs)
         ctx.save_for_backward(*saved)
         # Not saved: a later backward writes to them, which autograd would take for an error.
         ctx.state, ctx.options = inputs[3:6], inputs[6:]
@@ -205,15 +175,20 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[Any, ...]:
-        made = attention_backward(do, list(ctx.saved_tensors), *ctx.state, *ctx.options)
-        return (*made, *(None,) * 7)
+        backward = _called(attention_backward, _attention_backward)
+        return (*backward(do, list(ctx.saved_tensors), *ctx.state, *ctx.options), *(None,) * 7)
+
+
+def _called(operator: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what is to be called: the operator where a mode looks on, as those of checkpointing policies do."""
+    return operator if dispatch_stack_size() else function
 
 
 def attend(*inputs: Any) -> torch.Tensor:
     """Return o of ``attention``, whose arguments these are.
 
     What torch makes of an operator's seven results for autograd keeps the host longer than a function of one result
-    does, so eager code has such a function. It calls the operator, which policies of checkpointing know.
+    does, so eager code has such a function. Where a policy of checkpointing looks on, it calls the operator.
     """
     if torch.compiler.is_compiling():
         return attention(*inputs)[0]  # type: ignore[no-any-return]

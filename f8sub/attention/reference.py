@@ -89,8 +89,8 @@ def backward(
         dp = (dy @ of_v.t() * (of_do * inverse[V]) - delta) * p * problem.scale
         codes = _rounded(dp, scales.gradients[0], format)
         # Heads of q that share one of k and v: their products with it are summed before they are rounded.
-        dq = codes @ of_k * (scales.inverse_dp * inverse[K])
-        dk = (codes.transpose(-1, -2) @ of_q).sum(0) * (scales.inverse_dp * inverse[Q])
+        dq = codes @ of_k * (scales.inverse[0] * inverse[K])
+        dk = (codes.transpose(-1, -2) @ of_q).sum(0) * (scales.inverse[0] * inverse[Q])
         rounded = _rounded(p, scales.of_s[0], E4M3)
         dv = (rounded.transpose(-1, -2) @ dy).sum(0) * (scales.of_s[1] * of_do)
         amaxes = torch.maximum(amaxes, torch.stack([x.abs().amax() for x in (dp, dq, dk, dv)]))

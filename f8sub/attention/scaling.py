@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from f8sub.attention.problem import E4M3, Problem
-from f8sub.kernels.triton import support
 
 GRADIENTS = ("dP", "dq", "dk", "dv")
 """The columns of histories and of saturations."""
@@ -62,23 +61,17 @@ class BackwardScales(NamedTuple):
 
     Attributes:
         gradients: (4,), of ``GRADIENTS``.
-        inverse_dp: (1,).
+        inverse: (4,), the inverse scales of these.
         of_s: (2,), see ``ForwardScales``.
     """
 
     gradients: torch.Tensor
-    inverse_dp: torch.Tensor
+    inverse: torch.Tensor
     of_s: torch.Tensor
 
 
 def forward_scales(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ForwardScales:
     """Return the scales of a forward, from the inverse scales of q, k and v, float32, (1, 1) each."""
-    if support.takes(v):
-        from f8sub.kernels.triton import attention_launch
-
-        with support.device_of(v):
-            out = attention_launch.scales_of_forward(q, k, v, HEADROOM, OF_1)
-        return ForwardScales(out[:4], out[4:5], out[5:])
     # o is a mean of rows of v, so its scale is v's, with room for probabilities that were rounded up.
     inverse = torch.cat([q.view(1), k.view(1), v.view(1), v.view(1) / HEADROOM])
     return ForwardScales(inverse, inverse[O:].reciprocal(), _of_s(v))
@@ -113,13 +106,6 @@ def backward_scales(
         top: the largest number of dO's and dP's format.
     """
     of_dp, terms = factors_of_bounds(problem)
-    if support.takes(history):
-        from f8sub.kernels.triton import attention_launch
-
-        numbers = of_dp, terms, top, MARGIN, OF_1, LARGEST
-        with support.device_of(history):
-            out = attention_launch.scales_of_backward((inverse, inverse_do, history), numbers)
-        return BackwardScales(out[:4], out[4:5], out[5:])
     # An amax is what its scale brings to the largest number.
     amax_q, amax_k, amax_v = (inverse[:3] * OF_1).unbind()
     amax_do = inverse_do.view(()) * top
@@ -133,7 +119,7 @@ def backward_scales(
     largest[0] = top
     # All zero, it takes any scale; NaN has none, and shows.
     scale = torch.where(amax != 0, (largest / amax).clamp(max=LARGEST), 1.0)
-    return BackwardScales(scale, scale[:1].reciprocal(), _of_s(history))
+    return BackwardScales(scale, scale.reciprocal(), _of_s(history))
 
 
 def with_measured(history: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
@@ -148,12 +134,6 @@ def roll(
 
     An amax that is not finite is not remembered: gradients that overflowed say nothing of the next ones.
     """
-    if support.takes(history):
-        from f8sub.kernels.triton import attention_launch
-
-        with support.device_of(history):
-            attention_launch.roll(history, saturated, amaxes, scales, top, OF_1).run()
-        return
     # dP has the format of dO, the others e4m3.
     largest = torch.full_like(amaxes, OF_1)
     largest[0] = top

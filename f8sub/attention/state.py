@@ -1,6 +1,5 @@
 """AttentionState: what one attention module knows of its gradients' past, and which of its calls run in float8."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from f8sub.attention import cudnn, problem
 from f8sub.attention.ops import attend
 from f8sub.attention.scaling import GRADIENTS, HISTORY
 from f8sub.formats import HIGH_PRECISION
-from f8sub.torch_compat import autocast_dtype, constant_result, is_dtensor
+from f8sub.torch_compat import TrainingState, autocast_dtype, constant_result, is_dtensor
 
 CHILD = "float8_attention"
 """The name of an attention module's state among its children."""
@@ -32,12 +31,10 @@ SDPA = F.scaled_dot_product_attention
 KERNELS_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class AttentionState(torch.nn.Module):
+class AttentionState(TrainingState):
     """Holds the amaxes of one attention module's earlier backwards; the modules that call attention have one each.
 
-    Within a step each rank has a past of its own; after it, that of all ranks, see ``SharedAttention``. The buffers
-    stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict without them
-    is of a model whose attention was in high precision: they begin again.
+    Within a step each rank has a past of its own; after it, that of all ranks, see ``SharedAttention``.
 
     Attributes:
         fqn: the module's name.
@@ -72,9 +69,15 @@ class AttentionState(torch.nn.Module):
         return self.backward != problem.HIGH_PRECISION
 
     @property
+    def was_trained(self) -> bool:
+        """Whether the history has a backward pass, of this process or of one before; reads memory of the device."""
+        return not self.history.is_meta and bool(self.history.any())
+
+    @property
     def saturations(self) -> dict[str, int]:
         """How many backwards saturated, by gradient; reads memory of the device."""
-        return dict(zip(GRADIENTS, map(int, self.saturated.tolist()), strict=True))
+        counts = [0] * len(GRADIENTS) if self.saturated.is_meta else map(int, self.saturated.tolist())
+        return dict(zip(GRADIENTS, counts, strict=True))
 
     def why_not(
         self,
@@ -158,20 +161,6 @@ class AttentionState(torch.nn.Module):
         squares: torch.Tensor | None = self._squares
         self.__dict__.update(_is_asked=False, _squares=None)
         return squares
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AttentionState":
-        """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
-        for name, buffer in self.named_buffers():
-            device = fn(buffer).device
-            # From meta there is nothing to move: zeros are an empty past.
-            if device != buffer.device:
-                moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-                self._buffers[name] = moved
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if any(key.startswith(prefix) for key in state_dict):
-            super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @constant_result

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 from f8sub.checkpoint.names import Pieces, pieces_of, without_wrappers
-from f8sub.delayed.state import ScalingState
 from f8sub.errors import Float8ConfigError, Float8NumericsError
 from f8sub.formats import ALL, Float8Format, Operand
 from f8sub.linear.dtensor import place
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor, is_fsdp_module
+from f8sub.torch_compat import TrainingState, is_dtensor, is_fsdp_module
 from f8sub.weights.weight import STATE, is_converted, local_tensor
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ def blocks_of(model: torch.nn.Module) -> Iterator[tuple["FSDPModule | None", lis
         # A module without ``fully_shard`` of its own is gathered by the nearest module above that has it.
         above = owner.get(model.get_submodule(parent)) if fqn else None
         owner[module] = module if is_fsdp_module(module) else above
-        if fqn.startswith(layer) or isinstance(module, ScalingState):
-            continue  # what a recipe keeps of a float8 layer or of experts, which no engine reads
+        if fqn.startswith(layer) or isinstance(module, TrainingState):
+            continue  # what a recipe keeps of a float8 layer or of experts, and attention, which no engine reads
         if isinstance(module, Float8Linear):
             layer = f"{fqn}." if fqn else ""
         tensors = dict(module._parameters)

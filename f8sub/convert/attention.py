@@ -10,11 +10,14 @@ the module's forward, so it is there again wherever forward is repeated: in chec
     this rank's backward passes --> history --maximum over the ranks--> the same history on all of them
 
 So any rank's copy is the one to save, and to resume from on any number of ranks. An amax that another rank met errs
-upward, which costs nothing. A converted layer near the attention says which ranks hold it:
+upward, which costs nothing. A converted layer near the attention says which ranks hold it, and in a model that has
+none any other parameter near it:
 
 - FSDP2 gathers its weight as float8, or it has delayed scaling: the exchange of its weight takes the histories along.
 - Other sharded weights, those of tensor parallelism alone too: an all-reduce of the histories' own.
 - DDP: the same, over its ranks. It broadcasts rank 0's buffers at every forward, and leaves these alone from then on.
+
+A step of any optimizer that has parameters of the model counts: the layers may be frozen, and adapters be trained.
 """
 
 import functools
@@ -22,13 +25,15 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from f8sub.attention import cudnn
@@ -45,12 +50,14 @@ from f8sub.attention.state import (
     InFloat8,
 )
 from f8sub.capture import current_capture
+from f8sub.convert.checks import refuse_sharded
 from f8sub.convert.patterns import matches
 from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
-from f8sub.torch_compat import change_and_restore, is_dtensor, remove_hook, running_ddp
+from f8sub.torch_compat import change_and_restore, graph_task, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
-from f8sub.weights.weight import WeightRecord, is_converted
+from f8sub.weights.precompute_scales import watch_optimizer_steps
+from f8sub.weights.weight import BESIDE, STATE, Anchor, WeightRecord, is_converted
 
 if TYPE_CHECKING:
     from f8sub.weights.exchange import Exchange
@@ -88,14 +95,24 @@ class AttentionModule(NamedTuple):
         return not self.reason
 
     @property
+    def how(self) -> str:
+        """Kernels and the format of backward, and whether a call was seen; empty where it stays in high precision.
+
+        Reads from the device whether there was a backward pass: compiled calls show by that alone.
+        """
+        if self.state is None or self.reason:
+            return ""
+        line = f"{REFERENCE if self.state.backend == REFERENCE else CUDNN}, backward in {self.state.backward}"
+        return line if self.reason is None or self.state.was_trained else f"{line}, no call seen yet"
+
+    @property
     def title(self) -> str:
         """A sentence that says what became of it. Reads from the device how often gradients saturated."""
         if self.state is None or self.reason:
             return f"not in float8: {self.reason}"
-        kernels = REFERENCE if self.state.backend == REFERENCE else CUDNN
-        line = f"in float8: {kernels}, backward in {self.state.backward}"
         saturated = [f"{name} {count}" for name, count in self.state.saturations.items() if count]
-        return line + (f"; backwards that saturated: {', '.join(saturated)}" if saturated else "")
+        told = f"; backwards that saturated: {', '.join(saturated)}" if saturated else ""
+        return f"in float8: {self.how}{told}"
 
 
 def attend_in_float8(
@@ -116,9 +133,11 @@ def attend_in_float8(
 
     Needs the package nvidia-cudnn-frontend (1.23.0 is known to work) on Hopper or newer.
 
+    What backward remembers is in the state dict, and not in what ``save_pretrained`` of transformers writes.
+
     Args:
-        model: any module. Of transformers, those with ``attn_implementation="sdpa"``; of others, modules whose own
-            code calls ``scaled_dot_product_attention``.
+        model: any module, not sharded yet. Of transformers, those with ``attn_implementation="sdpa"``; of others,
+            modules whose own code calls ``scaled_dot_product_attention``.
         backward: "float8": dO, dP, dq, dk and dv are e4m3, too, with scales from earlier backwards, which are in the
             state dict. "bf16": of the q, k and v that forward rounded, without a state.
         skip: glob patterns over whole segments of a module's name; a match stays as it was.
@@ -130,13 +149,15 @@ def attend_in_float8(
         The names of the modules.
 
     Raises:
-        Float8ConfigError: an unknown option, no module calls attention, or ``backend="cudnn"`` where there is none.
+        Float8ConfigError: an unknown option, no module calls attention, a model that is sharded already, or
+            ``backend="cudnn"`` where there is none.
     """
     refuse_other_than_a_module("attend_in_float8", model)
     if backward not in BACKWARDS_BY_NAME:
         raise unknown("backward", backward, BACKWARDS_BY_NAME)
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
+    refuse_sharded(model, "call attend_in_float8 before fully_shard and parallelize_module")
     device = _device_of(model)
     if backend == CUDNN and (reason := cudnn.why_not(device)) is not None:
         raise Float8ConfigError(f"attend_in_float8: backend='cudnn' {reason}")
@@ -158,7 +179,18 @@ def attend_in_float8(
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
     share_histories(model)
+    _leave_out_of_exports(model)
     return chosen
+
+
+def _leave_out_of_exports(model: torch.nn.Module) -> None:
+    """Have ``save_pretrained`` write no histories, which readers of weights do not know; ``state_dict`` has them."""
+    of_transformers: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    for module in model.modules():
+        if isinstance(module, of_transformers):
+            inside: Any = module.named_modules()
+            names = {f"{fqn}.history" for fqn, state in inside if isinstance(state, AttentionState)}
+            module._keys_to_ignore_on_save = {*(module._keys_to_ignore_on_save or ()), *names}
 
 
 def attention_modules(model: torch.nn.Module) -> list[AttentionModule]:
@@ -189,6 +221,7 @@ def _why_never(module: Any, state: AttentionState) -> str | None:
 
 def revert_attention(module: torch.nn.Module) -> None:
     """Give a module back the class that it had, without a state; nothing where it has none."""
+    module.__dict__.pop(BESIDE, None)
     # Modules of transformers kept their class.
     if isinstance(module._modules.get(CHILD), AttentionState):
         del module._modules[CHILD]
@@ -228,9 +261,7 @@ def _names_in(member: Any) -> set[str]:
 
 def _device_of(model: torch.nn.Module) -> torch.device:
     tensors = (*model.parameters(), *model.buffers())
-    for tensor in tensors:
-        return tensor.to_local().device if is_dtensor(tensor) else tensor.device
-    return torch.device("cpu")
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _convert(module: torch.nn.Module, state: AttentionState) -> None:
@@ -332,8 +363,10 @@ def _raise_to(states: Sequence[AttentionState], maxima: torch.Tensor) -> None:
 
 
 def _states_of(record: WeightRecord) -> Sequence[AttentionState]:
+    """Return the states of the attention near a weight."""
     module = record.module
-    return () if module is None else module._f8sub.attends
+    anchor: Any = None if module is None else module.__dict__.get(BESIDE, module.__dict__.get(STATE))
+    return () if anchor is None else anchor.attends
 
 
 class _Riding:
@@ -367,14 +400,14 @@ class _Riding:
 
 
 class SharedAttention(Guest):
-    """Reduces the histories of attention near a conversion's layers, once per optimizer step: its ``Guest``.
+    """Reduces the histories of attention near a conversion's weights, once per optimizer step: its ``Guest``.
 
     Attributes:
-        steps: optimizer steps of the conversion's weights so far.
+        steps: optimizer steps of the model so far.
     """
 
     def __init__(self, conversion: Conversion) -> None:
-        self.steps = 0
+        self.steps = self._reduced_at = 0
         self._conversion: Conversion = weakref.proxy(conversion)
         self._apart: dict[Exchange, list[AttentionState]] = {}
         self._replicas: Replicas | None = None
@@ -417,17 +450,42 @@ class SharedAttention(Guest):
 
     @override
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
-        self._count()
+        self.steps += 1
         if (capture := current_capture()) is not None:
-            capture.after_replay(self._count)
+            capture.after_replay(self._replayed)
+        # Optimizers that step within backward are many in a step: precompute_scales reduces after the last of them.
+        if graph_task() == -1:
+            self.precompute()
+
+    @override
+    def stepped_others(self) -> None:
+        # Where layers are trained, what steps them counts, and what steps the rest of the model is in the same step.
+        weights = [record.parameter for record in self._conversion.records] if self._has_layers else []
+        if not any(weight is not None and weight.requires_grad for weight in weights):
+            self.stepped(())
+
+    @override
+    def precompute(self) -> None:
+        if self._reduced_at == self.steps:
+            return
+        self._reduced_at = self.steps
+        if not self._has_layers:
+            # With ``asked``, because this rank alone may have stepped.
+            self._conversion.refresh(asked=True, gathered=True)
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._replicas is not None and (held := self._held()):
                 _raise_to(held, self._replicas.maximum(_joined(held), held[0].fqn))
             for exchange, states in list(self._apart.items()):
                 self._reduce_apart(exchange, states)
 
-    def _count(self) -> None:
+    @property
+    def _has_layers(self) -> bool:
+        return len(self._conversion.layer_guests) > 0
+
+    def _replayed(self) -> None:
+        """Note that a replay stepped, and reduced."""
         self.steps += 1
+        self._reduced_at = self.steps
 
     def _reduce_apart(self, exchange: "Exchange", states: Sequence[AttentionState]) -> None:
         ranks = exchange.layout.ranks
@@ -475,40 +533,87 @@ class AttentionNearLayers(LayerGuest):
 
 
 def share_histories(model: torch.nn.Module) -> None:
-    """Have the ranks that hold a model's attention share its histories, by the layers near it; in place.
+    """Have the ranks that hold a model's attention share its histories, by the weights near it; in place.
 
-    Those are the converted layers of the smallest part of the model that has any beside the attention. Attention in a
-    model without converted layers is left to itself: nothing is asked of it after a step.
+    Those are the converted layers of the smallest part of the model that has any beside the attention. In a model
+    without converted layers it is one parameter of the smallest part that has any.
     """
     modules = dict(model.named_modules())
     layers: dict[str, Any] = {fqn: module for fqn, module in modules.items() if is_converted(module)}
     for layer in layers.values():
         layer._f8sub.attends = ()
+    # A call before this one may have found no layers.
+    for module in modules.values():
+        module.__dict__.pop(BESIDE, None)
+    remove_hook(share_attention_hook, model)
+    conversions: dict[Conversion, None] = {}
+    alone: dict[str, AttentionState] = {}
     for fqn, state in modules.items():
         if not isinstance(state, AttentionState) or not state.has_past:
             continue
         if (layer := _nearest(fqn, layers)) is not None:
             layer._f8sub.attends = (*layer._f8sub.attends, state)
-            remove_hook(share_attention_hook, model)
-            model.register_forward_pre_hook(functools.partial(share_attention_hook, layer._f8sub.conversion))
+            conversions[layer._f8sub.conversion] = None
+        else:
+            alone[fqn] = state
+    if alone:
+        conversions[_anchored(model, alone)] = None
+    for conversion in conversions:
+        conversion.follow_steps_of(model)
+        model.register_forward_pre_hook(functools.partial(share_attention_hook, conversion))
 
 
 def _nearest(fqn: str, layers: dict[str, Any]) -> Any:
     """Return the converted layer in the smallest part of a model with the module ``fqn``; None where there is none."""
-    part = fqn
-    while part:
-        part = part.rpartition(".")[0]
-        inside = [
-            layer for name, layer in layers.items() if f"{name}.".startswith(f"{part}." if part else "")
-        ]
+    for part in _parts_around(fqn):
+        inside = [layer for name, layer in layers.items() if f"{name}.".startswith(part)]
         if inside:
             # One that is gathered as float8 has a reduction already.
             return next((layer for layer in inside if layer._f8sub.float8_all_gather), inside[0])
     return None
 
 
+def _parts_around(fqn: str) -> Iterator[str]:
+    """Yield what names begin with in each part of a model that has the module ``fqn`` in it, the smallest first."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        yield f"{fqn}." if fqn else ""
+
+
+def _anchored(model: torch.nn.Module, alone: dict[str, AttentionState]) -> Conversion:
+    """Return a conversion that follows a parameter near each state, and has no layers."""
+    conversion = Conversion({}, (SharedAttention,))
+    near: dict[str, list[AttentionState]] = defaultdict(list)
+    # Lazy ones have no dimensions yet.
+    parameters = {name: p for name, p in model.named_parameters() if not is_lazy(p)}
+    for fqn, state in alone.items():
+        for part in _parts_around(fqn):
+            inside = {name: p for name, p in parameters.items() if name.startswith(part)}
+            # Under tensor parallelism a matrix has more ranks than a norm has.
+            if found := [name for name, p in inside.items() if p.dim() > 1] or list(inside):
+                near[found[0]].append(state)
+                break
+    for name, states in near.items():
+        owner, _, own_name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        conversion.add(module, own_name, name, None, gathered=False)
+        module.__dict__[BESIDE] = Anchor(conversion, tuple(states))
+    # Scales of it may be asked for, as in training loops that do so with any model.
+    Conversion.see(model)
+    watch_optimizer_steps()
+    return conversion
+
+
 def share_attention_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Find in a forward pre-hook which ranks share histories of attention; removed once that is known."""
-    for guest in () if torch.compiler.is_compiling() else conversion.guests:
+    if torch.compiler.is_compiling():
+        return
+    if not conversion.alive:
+        # A copy of a model without layers, whose conversion has not seen the copies of its parameters.
+        share_histories(module)
+        return
+    # As for a copy.
+    conversion.follow_steps_of(module)
+    for guest in conversion.guests:
         if isinstance(guest, SharedAttention) and guest.saw_forward():
             remove_hook(share_attention_hook, module)

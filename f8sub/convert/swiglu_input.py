@@ -88,6 +88,14 @@ def keep_swiglu_input_in_float8(
     return found
 
 
+def elements_per_scale(features: int) -> int:
+    """Return how many elements of a row of so many share a scale."""
+    block = BLOCK
+    while features % block:  # dynamo has no gcd of a dynamic size
+        block //= 2
+    return block
+
+
 def _by_names(model: torch.nn.Module) -> list[str]:
     found = []
     for fqn, module in model.named_modules():
@@ -118,9 +126,7 @@ def _rounded(y: torch.Tensor) -> torch.Tensor:
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
-        block = BLOCK
-        while y.shape[-1] % block:  # dynamo has no gcd of a dynamic size
-            block //= 2
+        block = elements_per_scale(y.shape[-1])
         if torch.compiler.is_compiling():
             enter_graph_functions()
             return _in_graph(y, block)

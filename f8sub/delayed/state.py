@@ -29,7 +29,7 @@ from f8sub.kernels.scales import (
 )
 from f8sub.recipe import OperandName, Recipe
 from f8sub.recipes.delayed import DelayedScaling
-from f8sub.torch_compat import is_metadata_inference
+from f8sub.torch_compat import TrainingState, is_metadata_inference
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.layout import ShardLayout
 from f8sub.weights.weight import local_tensor
@@ -44,13 +44,13 @@ ALL_MEMBERS = slice(None)
 _generations = itertools.count(1)
 
 
-class ScalingState(torch.nn.Module):
+class ScalingState(TrainingState):
     """Holds what one layer knows of its tensors' past under one recipe; one column for each of x, w, dy.
 
     A stack of matrices, one per expert, has a past for each: one dimension more in every buffer.
 
-    The buffers stay float32 under ``model.to(dtype)`` and are never left uninitialized by ``to_empty``. A state dict
-    that has a layer's weight and not its histories is of a model without delayed scaling: they begin again.
+    A state dict that has a layer's weight and not its histories is of a model without delayed scaling: they begin
+    again.
 
     A compiled backward pass overwrites the buffers that its forward pass wrote to with the values from then. So what
     forward and backward write to are separate buffers: one history and one flag for each operand.
@@ -157,14 +157,12 @@ class ScalingState(torch.nn.Module):
         vars(self).update(generation=next(_generations), _scale_version=self.scale._version)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "ScalingState":
-        """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
-        for name, buffer in self.named_buffers():
-            device = fn(buffer).device
-            if device != buffer.device:
-                moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-                self._buffers[name] = moved
-                self.mark_rolled()
-                self._forget_known()
+        before = self.scale
+        super()._apply(fn, recurse)
+        # All of them move together.
+        if self.scale is not before:
+            self.mark_rolled()
+            self._forget_known()
         return self
 
     def _save_to_state_dict(self, *args: Any) -> None:

@@ -14,7 +14,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,14 +60,18 @@ class GradientRows:
 
 
 class AttentionRows:
-    """Has modules that attend in float8 compare one call of a sampled step with attention in high precision."""
+    """Has modules that attend in float8 compare one call of a sampled step with attention in high precision.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._states = {
-            each.fqn.replace("_orig_mod.", ""): each.state
-            for each in attention_modules(model)
-            if each.state is not None
+    Attributes:
+        modules: those that attend in float8, by name, and that a pattern names.
+    """
+
+    def __init__(self, model: torch.nn.Module, patterns: Sequence[str]) -> None:
+        found = {each.fqn.replace("_orig_mod.", ""): each for each in attention_modules(model)}
+        self.modules = {
+            name: each for name, each in found.items() if each.state is not None and _is_named(name, patterns)
         }
+        self._states = {name: each.state for name, each in self.modules.items() if each.state is not None}
 
     def begin(self) -> None:
         """Ask for the next call of each."""
@@ -79,6 +83,25 @@ class AttentionRows:
         squares = {name: state.compared() for name, state in self._states.items()}
         found = {name: each for name, each in squares.items() if each is not None}
         return (list(found), HostCopy(torch.stack(list(found.values())))) if found else None
+
+    def worst(self, rows: Sequence[Statistics], count: int) -> list[str]:
+        """Return lines on the modules with the lowest SQNR in their last rows, and what became of the others."""
+        last = {row.layer: row.sqnr for row in rows if row.role == ATTENTION}
+
+        def badness(name: str) -> tuple[bool, bool, float]:
+            db = last.get(name, math.inf)
+            return name in last, not math.isnan(db), db
+
+        # Those that were not called in float8, and NaN, before all others.
+        order = sorted(self.modules, key=badness)
+        width = max(map(len, ("attention", *order)))
+        lines = [f"{'attention':{width}}  dB of o"]
+        for name in order[:count]:
+            module, state = self.modules[name], self._states[name]
+            # As the last call left it; what can never be is known without one.
+            told = module._replace(reason=state.reason or module.reason).title
+            lines.append(f"{name:{width}} {last.get(name, math.nan):8.1f}  {told}")
+        return lines if order else []
 
 
 def rows_of(step: int, names: list[str], role: str, format: str, squares: torch.Tensor) -> list[Statistics]:
@@ -104,7 +127,7 @@ class Monitor:
 
     Where ``reduce_gradients_in_float8`` measures, each measured reduction is a row of the step that it was in, with
     role "gradient" and the name of its FSDP2 module. A module that attends in float8 has a row with role "attention",
-    the error of what this rank's first call returned.
+    the error of what this rank's first call returned; ``worst`` tells of its gradients that saturated, too.
 
     Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
     eagerly. Of several forwards in one step the first is measured, and none under ``no_grad``. All ranks sample the
@@ -114,18 +137,18 @@ class Monitor:
     A sample that saw no forward has no rows, and the first one is a ``Float8Warning``.
 
     Args:
-        model: converted; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
+        model: converted, or one that attends in float8; plain, compiled, or under DDP, FSDP2 or tensor parallelism.
         every: one step of so many is sampled, beginning with the first.
         to: where rows go, on the first rank of the group: the path of a JSON lines file, a function of (step, rows), or
             a list of these; see ``f8sub.diagnostics.writers`` for TensorBoard and Weights & Biases. Where one
             fails, a ``Float8Warning`` says so, and the run goes on.
-        layers: glob patterns of the layers to measure, as ``skip`` of ``convert_to_float8``. A pattern may also match
-            a whole name, with a ``*`` that reaches over dots: "layers*proj".
+        layers: glob patterns of the layers to measure, as ``skip`` of ``convert_to_float8``, and of modules that attend
+            in float8. A pattern may also match a whole name, with a ``*`` that reaches over dots: "layers*proj".
         roles: of "x", "w" and "dy", those to measure; and of "y", "dx" and "dw", see ``RESULTS``.
         group: the ranks whose statistics are put together; None for all. Of a pipeline give those of one stage.
 
     Raises:
-        Float8ConfigError: no converted layer matches, a role that there is not, or an argument of another type.
+        Float8ConfigError: nothing in float8 matches, a role that there is not, or an argument of another type.
     """
 
     def __init__(
@@ -161,7 +184,12 @@ class Monitor:
         ordered = sorted(
             (p for several in products.values() for p in several), key=lambda p: p.groups is not None
         )
-        names = _named([product.name for product in ordered], patterns)
+        self._attention = AttentionRows(model, patterns)
+        there = [product.name for product in ordered]
+        # Attention alone may be in float8, or named.
+        names = [name for name in there if _is_named(name, patterns)] or (
+            [] if self._attention.modules else _refuse_unnamed(there, patterns)
+        )
         self._modules = {name: m for name, m in named.items() if any(p.name in names for p in products[name])}
         self.group = group
         """The ranks whose statistics are put together, the same on all of them; it may be set in the first step."""
@@ -171,7 +199,7 @@ class Monitor:
         self._step, self._in_step = -1, False
         self._sample: Sample | None = None
         self._warned = False
-        self._gradients, self._attention = GradientRows(model), AttentionRows(model)
+        self._gradients = GradientRows(model)
         self._pending: list[tuple[int, HostCopy, Callable[[torch.Tensor], list[Statistics]]]] = []
         self.rows: list[Statistics] = []
         """All rows so far, in the order of the steps."""
@@ -233,7 +261,8 @@ class Monitor:
     def worst(self, count: int = 8) -> str:
         """Return a table of the operands with the lowest median-row SQNR in the last sample, with advice.
 
-        Operands with NaN or infinity come first, those that are all 0 last.
+        Operands with NaN or infinity come first, those that are all 0 last. Attention in float8 has a table of its own
+        below, which reads from the device how often gradients saturated.
 
         Raises:
             Float8ConfigError: ``count`` is no number of operands.
@@ -242,6 +271,9 @@ class Monitor:
             raise Float8ConfigError(f"count is a number of operands, 1 or more, got {count!r}")
         self._read(wait=True)
         operands = [row for row in self.rows if row.role in ROLES]
+        attended = self._attention.worst(self.rows, count)
+        if not operands and attended and not self._modules:
+            return "\n".join(attended)
         if not operands:
             return (
                 f"no sample yet: the first step has one, and then one step in {self._every}. A forward pass under "
@@ -255,7 +287,7 @@ class Monitor:
                 f"{row.layer:{width}} {row.role:4} {row.row_sqnr:7.1f} {row.sqnr:6.1f} {row.flushed:8.2%} "
                 f"{row.saturated:10.3%} {row.amax:9.2e}  {advice_for(row)}".rstrip()
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *attended])
 
     def heatmap(self, role: str, path: str | os.PathLike[str], statistic: str = "row_sqnr") -> None:
         """Draw one statistic of an operand, layers by steps, as a picture.
@@ -290,7 +322,8 @@ class Monitor:
                 told = functools.partial(rows_of, self._step, names, ATTENTION, "e4m3")
                 self._pending.append((self._step, copy, told))
             if not failed:
-                self._check(sample)
+                if self._modules:
+                    self._check(sample)
                 # A collective, which all ranks come to: they sample the same steps.
                 copy = HostCopy(sample.reduced(self.group))
                 self._pending.append((self._step, copy, sample.statistics))
@@ -322,23 +355,23 @@ class Monitor:
                     write(step, rows)
 
 
-def _named(there: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names of float8 layers that match a pattern; Float8ConfigError if there is none."""
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    return any(matches(p, name) or fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def _refuse_unnamed(there: Sequence[str], patterns: Sequence[str]) -> NoReturn:
+    """Raise a Float8ConfigError for patterns that name none of the float8 layers that are there."""
     if not there:
         raise Float8ConfigError(
-            "Monitor found no float8 layer: the model is not converted; call f8sub.convert_to_float8(model) first"
+            "Monitor found no float8 layer: the model is not converted; call f8sub.convert_to_float8(model) first, or "
+            "f8sub.attend_in_float8(model) and layers= that names what it returns"
         )
-    names = [
-        name for name in there if any(matches(p, name) or fnmatch.fnmatchcase(name, p) for p in patterns)
-    ]
-    if not names:
-        near = ", ".join(nearest(patterns[0], there)) if patterns else ""
-        raise Float8ConfigError(
-            f"Monitor found no float8 layer that {', '.join(patterns)} names"
-            + (f" (nearest: {near})" if near else "")
-            + "; f8sub.conversion_report(model) lists them"
-        )
-    return names
+    near = ", ".join(nearest(patterns[0], there)) if patterns else ""
+    raise Float8ConfigError(
+        f"Monitor found no float8 layer that {', '.join(patterns)} names"
+        + (f" (nearest: {near})" if near else "")
+        + "; f8sub.conversion_report(model) lists them"
+    )
 
 
 def _is_list_of(kind: Any, values: object) -> bool:

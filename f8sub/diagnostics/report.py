@@ -26,9 +26,11 @@ from f8sub.convert.products import (
     SAVED_INPUTS,
     SHARED_INPUTS,
     SKIP_REASON,
+    KeptInput,
     OtherWeights,
     active_share_of_linear,
     expert_products,
+    kept_inputs,
     kind_of,
     kinds,
     name_of,
@@ -185,6 +187,7 @@ class ConversionReport:
         of_activations: multiplications of activations by each other in that forward, over those by weights.
         read_in_code: layers whose weights other modules' code reads, and that code.
         attention: modules that call ``scaled_dot_product_attention``, in float8 or why not.
+        swiglu: layers whose results ``keep_swiglu_input_in_float8`` rounds.
         parameters: how many the model has.
         parameters_in_float8: how many of them are weights of converted layers and experts.
         experts: what float8 gains of each kind of experts, one sentence each.
@@ -204,6 +207,7 @@ class ConversionReport:
     of_activations: float = 0.0
     read_in_code: tuple[str, ...] = ()
     attention: tuple[AttentionModule, ...] = ()
+    swiglu: tuple[KeptInput, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -237,6 +241,7 @@ class ConversionReport:
             self._of_read(converted),
             self._of_idle(converted),
             self._of_attention(),
+            self._of_swiglu(),
             self._of_not_counted(),
         )
         line = "; ".join([line, *filter(None, clauses)])
@@ -268,8 +273,16 @@ class ConversionReport:
     def _of_attention(self) -> str:
         if all(each.state is None for each in self.attention):
             return ""
-        count = sum(each.converted for each in self.attention)
-        return f"attention: {count} of {plural(len(self.attention), 'module')} in float8"
+        hows = Counter(each.how for each in self.attention if each.converted)
+        line = f"attention: {hows.total()} of {plural(len(self.attention), 'module')} in float8"
+        told = [how if len(hows) == 1 else f"{count} by {how}" for how, count in hows.items()]
+        reasons = Counter(each.reason for each in self.attention if not each.converted)
+        told += [f"{count} not: {reason}" for reason, count in reasons.items()]
+        return f"{line} ({'; '.join(told)})"
+
+    def _of_swiglu(self) -> str:
+        kept = len(_modules_around(each.fqn for each in self.swiglu))
+        return f"SwiGLU's input of {plural(kept, 'module')} kept in float8" if kept else ""
 
     def _of_not_counted(self) -> str:
         if self.counted or self.not_counted_share < LEAST_SHARE:
@@ -324,7 +337,8 @@ class ConversionReport:
         return [*lines, f"  and {plural(more, 'kind')} of smaller layers"] if more else lines
 
     def _notes(self) -> list[str]:
-        notes = [*self.experts, *self._of_each_attention(), *self._of_flops(), *self.read_in_code]
+        notes = [*self.experts, *self._of_each_attention(), *self._of_each_swiglu()]
+        notes += [*self._of_flops(), *self.read_in_code]
         if any("(default)" in layer.detail for layer in self.layers if not layer.converted):
             notes.append("(default): skip_defaults=False converts these too.")
         if is_small([(la.in_features, la.out_features) for la in self.layers if la.converted]):
@@ -341,7 +355,20 @@ class ConversionReport:
         found: dict[str, list[str]] = defaultdict(list)
         for each in self.attention:
             found[each.title].append(each.fqn or ROOT)
-        return [f"Attention {title}: {len(fqns)} x {name_of(fqns)}." for title, fqns in found.items()]
+        return [f"Attention {title}: {len(fqns)} x {_some(kinds(fqns))}." for title, fqns in found.items()]
+
+    def _of_each_swiglu(self) -> list[str]:
+        """Return a sentence for all layers whose results are kept in float8, and what compiled code saves of them."""
+        if not self.swiglu:
+            return []
+        modules = _modules_around(each.fqn for each in self.swiglu)
+        saved = sum(each.bytes for each in self.swiglu)
+        plain = sum(2 * each.features for each in self.swiglu)
+        line = (
+            f"SwiGLU's input is rounded to float8: the results of {_some(kinds(each.fqn for each in self.swiglu))}. Of "
+            f"{plural(len(modules), 'module')} compiled code saves {saved:,} bytes per token, in bf16 {plain:,}."
+        )
+        return [line]
 
     def _of_flops(self) -> list[str]:
         """Return sentences that say how the FLOPs are known."""
@@ -414,6 +441,7 @@ def layers_report(model: torch.nn.Module, counted: Count | str) -> ConversionRep
         parameters=parameters,
         parameters_in_float8=sum(weight.numel() for weight in weights),
         attention=tuple(attention_modules(model)),
+        swiglu=tuple(kept_inputs(model)),
         **known,
     )
 
@@ -443,6 +471,11 @@ def _of_layer(
         count.runs.get(fqn, 0),
         _some([kind_of(reader) for reader in readers]),
     )
+
+
+def _modules_around(fqns: Iterable[str]) -> list[str]:
+    """Return the modules of which layers are children, each once."""
+    return list(dict.fromkeys(fqn.rpartition(".")[0] for fqn in fqns))
 
 
 def _some(names: list[str]) -> str:

@@ -64,10 +64,10 @@ class Sample:
     ) -> None:
         self.step, self._rows = step, rows
         self._formats: dict[tuple[str, str], Float8Format] = {}
-        first = next(iter(modules.values()))
-        weight = own_parameter(first, next(iter(first._f8sub.weights)))
-        # Where the layers run: CPU offload keeps shards elsewhere.
-        device = weight.device_mesh.device_type if is_dtensor(weight) else weight.device
+        weights = [own_parameter(m, name) for m in modules.values() for name in m._f8sub.weights]
+        # Where the layers run: CPU offload keeps shards elsewhere. Without any the table is empty.
+        first = weights[0] if weights else torch.empty(0, dtype=torch.float32, device="cpu")
+        device = first.device_mesh.device_type if is_dtensor(first) else first.device
         # One row for each (layer, role): zeros, and -inf, where nothing is taken.
         self._sums = torch.zeros(len(rows), WIDTH, dtype=torch.float32, device=device)
         self._maxima = torch.full((len(rows), len(MAXIMA)), -torch.inf, dtype=torch.float32, device=device)
@@ -109,7 +109,7 @@ class Sample:
             # Siblings get the row of the x that they share.
             for table in (self._sums, self._maxima):
                 table.index_copy_(0, rows, table.index_select(0, like))
-        if dist.is_initialized() and dist.get_world_size(group) > 1:
+        if self._rows and dist.is_initialized() and dist.get_world_size(group) > 1:
             # Two reductions for all operands together.
             dist.all_reduce(self._sums, dist.ReduceOp.SUM, group=group)
             dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=group)

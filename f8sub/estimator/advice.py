@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -276,22 +276,40 @@ LEAST_OF_ATTENTION = 1.01
 """A smaller gain of a step is not worth a change of numbers."""
 
 
-def gain_of_attention(gpu: Gpu, sequence: float, head: int) -> float | None:
-    """Return the speed of float8 attention over bf16's, between the measured lengths; None where it is not faster."""
-    first, last = MEASURED_ATTENTION[0][0], MEASURED_ATTENTION[-1][0]
-    if gpu.name not in HOPPERS or head != ATTENTION_HEAD or sequence < first:
-        return None
-    # Longer ones than were measured gain as much as the longest, at least.
-    at = math.log2(min(sequence, last))
+SMALL_ATTENTION = 0.01
+"""A smaller share of a step is not worth a sentence."""
+
+
+def speed_of_attention(sequence: float) -> float:
+    """Return the speed of float8 attention over bf16's, between the measured lengths."""
+    # Shorter and longer ones than were measured gain as much as the nearest, at most and at least.
+    first, last = MEASURED_ATTENTION[0], MEASURED_ATTENTION[-1]
+    at = math.log2(min(max(sequence, first[0]), last[0]))
     for (a, before), (b, after) in itertools.pairwise(MEASURED_ATTENTION):
         if at <= math.log2(b):
-            gain = before + (after - before) * (at - math.log2(a)) / math.log2(b / a)
-            return gain if gain > 1 else None
+            return before + (after - before) * (at - math.log2(a)) / math.log2(b / a)
+    return last[1]
+
+
+def why_attention_stays(gpu: Gpu, sequence: float, heads: Collection[int]) -> str | None:
+    """Return why float8 attention does not gain; None where it does.
+
+    Args:
+        gpu: where it runs.
+        sequence: tokens.
+        heads: the sizes of the model's heads.
+    """
+    if gpu.name not in HOPPERS:
+        return "in float8 it was measured on Hopper alone"
+    if others := sorted({*heads} - {ATTENTION_HEAD}):
+        return f"in float8 its backward takes heads of {ATTENTION_HEAD} features, and there are some of {others[0]}"
+    if (speed := speed_of_attention(sequence)) <= 1:
+        return f"in float8 it is {speed:.2f} times as fast over so few"
     return None
 
 
 def advice_on_attention(products: Sequence[Product], gpu: Gpu, run: Run, step: float) -> str | None:
-    """Return a sentence where attention in float8 makes a step faster; None where it does not.
+    """Return a sentence on what attention takes of a step, and what float8 makes of it; None where it takes little.
 
     Args:
         products: of the whole model.
@@ -300,20 +318,22 @@ def advice_on_attention(products: Sequence[Product], gpu: Gpu, run: Run, step: f
         step: seconds of a step, replayed, with attention in bf16.
     """
     reading = [product for product in products if product.reads_attention]
-    # Heads of one size alone: who mixes sizes is not what was measured.
-    gains = {gain_of_attention(gpu, run.sequence, product.head) for product in reading}
-    gain = gains.pop() if len(gains) == 1 else None
-    if gain is None:
-        return None
     # Only full checkpointing repeats the forward of attention.
     passes = ATTENTION_PASSES + (1 if run.checkpoint == FULL else 0)
     attention = passes * sum(attention_seconds(product, gpu, run) for product in reading)
+    if attention < SMALL_ATTENTION * step:
+        return None
+    line = f"Attention over {run.sequence:,.0f} tokens, in bf16, is {attention / step:.0%} of that step"
+    if reason := why_attention_stays(gpu, run.sequence, {product.head for product in reading}):
+        return f"{line}; {reason}."
+    gain = speed_of_attention(run.sequence)
     # What attention saves is saved of the step: nothing of it is hidden behind other work.
     faster = step / (step - attention * (1 - 1 / gain))
     if faster < LEAST_OF_ATTENTION:
-        return None
+        return (
+            f"{line}; in float8 it is {gain:.2f} times as fast, which changes numbers and gains too little."
+        )
     return (
-        f"Attention over {run.sequence:.0f} tokens, in bf16, is {attention / step:.0%} of that step. "
-        f"f8sub.attend_in_float8(model) makes attention {gain:.2f} times as fast and the step {faster:.2f} times; it "
-        "changes numbers, see docs/attention.md."
+        f"{line}. f8sub.attend_in_float8(model) makes attention {gain:.2f} times as fast and the step {faster:.2f} "
+        "times; it changes numbers, see docs/attention.md."
     )

@@ -6,12 +6,18 @@ import torch
 from accelerate import Accelerator
 
 import f8sub
-from f8sub.integrations.one_line import convert_once
+from f8sub.integrations.one_line import HIGH_PRECISION, convert_once
 
 __all__ = ["prepare"]
 
 
-def prepare(accelerator: Accelerator, *objects: Any, recipe: Any = None, **options: Any) -> Any:
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    recipe: Any = None,
+    attention: str = HIGH_PRECISION,
+    **options: Any,
+) -> Any:
     """Convert the model, prepare everything with accelerate, and compute scales after each optimizer step.
 
         model, optimizer, data = f8sub.integrations.accelerate.prepare(accelerator, model, optimizer, data)
@@ -25,6 +31,10 @@ def prepare(accelerator: Accelerator, *objects: Any, recipe: Any = None, **optio
         objects: what ``accelerator.prepare`` takes, in any order: one model and one optimizer of its parameters among
             them.
         recipe: as ``convert_to_float8`` takes it; None for its default.
+        attention: "float8" runs ``scaled_dot_product_attention`` over 8192 tokens and more by cuDNN's float8 kernels,
+            which changes numbers; "float8_forward" with its backward in bf16; see ``f8sub.attend_in_float8``. With
+            ``backend="reference"`` sequences of any length, by the reference. A model that attends in float8 already
+            stays as it is.
         options: other keywords of ``convert_to_float8``.
 
     Returns:
@@ -32,7 +42,7 @@ def prepare(accelerator: Accelerator, *objects: Any, recipe: Any = None, **optio
 
     Raises:
         Float8ConfigError: ``mixed_precision="fp8"``, another number of models or optimizers than one, a model that was
-            converted with another recipe, or what ``convert_to_float8`` raises.
+            converted with another recipe, or what ``convert_to_float8`` and ``attend_in_float8`` raise.
     """
     if accelerator.mixed_precision == "fp8":
         raise f8sub.Float8ConfigError(
@@ -49,7 +59,7 @@ def prepare(accelerator: Accelerator, *objects: Any, recipe: Any = None, **optio
             f"{len(optimizers)}; for more, call convert_to_float8 before accelerator.prepare and "
             "register_precompute_hook after it"
         )
-    accelerator.print(convert_once(objects[models[0]], recipe, options))
+    accelerator.print(convert_once(objects[models[0]], recipe, options, attention))
     prepared = accelerator.prepare(*objects)
     model = prepared[models[0]]
     f8sub.precompute_scales(model)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 import f8sub
-from f8sub.integrations.one_line import convert_once
+from f8sub.integrations.one_line import HIGH_PRECISION, convert_once
 
 __all__ = ["Float8Callback"]
 
@@ -24,21 +24,25 @@ class Float8Callback(lightning.Callback):
 
     Args:
         recipe: as ``convert_to_float8`` takes it; None for its default.
+        attention: "float8" runs ``scaled_dot_product_attention`` over 8192 tokens and more by cuDNN's float8 kernels,
+            which changes numbers; "float8_forward" with its backward in bf16; see ``f8sub.attend_in_float8``. With
+            ``backend="reference"`` sequences of any length, by the reference. A model that attends in float8 already
+            stays as it is.
         options: other keywords of ``convert_to_float8``.
 
     Raises:
-        Float8ConfigError: what ``convert_to_float8`` raises; when training begins, a module whose layers were
-            constructed in ``configure_model`` and not converted there.
+        Float8ConfigError: what ``convert_to_float8`` and ``attend_in_float8`` raise; when training begins, a module
+            whose layers were constructed in ``configure_model`` and not converted there.
     """
 
-    def __init__(self, recipe: Any = None, **options: Any) -> None:
-        self._recipe, self._options = recipe, options
+    def __init__(self, recipe: Any = None, *, attention: str = HIGH_PRECISION, **options: Any) -> None:
+        self._recipe, self._attention, self._options = recipe, attention, options
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Convert the module; one that has no parameters yet constructs its layers in ``configure_model``."""
         if next(pl_module.parameters(), None) is not None:
-            rank_zero_info(convert_once(pl_module, self._recipe, self._options))
+            rank_zero_info(convert_once(pl_module, self._recipe, self._options, self._attention))
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Compute the scales, and register the hooks on this training's optimizers."""

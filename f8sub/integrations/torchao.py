@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torchao.float8
@@ -18,6 +18,7 @@ from torchao.float8 import CastConfig, Float8LinearConfig, Float8LinearRecipeNam
 from torchao.float8.config import ScalingGranularity, ScalingType
 
 import f8sub
+from f8sub.integrations.one_line import HIGH_PRECISION, attend_once, refuse_unknown_attention
 
 __all__ = ["TakenOver", "take_over"]
 
@@ -112,6 +113,7 @@ def convert_to_float8_training(
         backend="reference" if config.emulate else "auto",
         experts=False,
     )
+    attend_once(module, TakenOver.attention, emulated=config.emulate)
     _print(f"f8sub: {f8sub.conversion_report(module).summary}")
     return module
 
@@ -144,8 +146,11 @@ class TakenOver:
     """What ``take_over`` replaced; ``give_back()``, or leaving it as a context manager, puts torchao's functions back.
 
     Attributes:
+        attention: what the models attend in, in this process, see ``take_over``.
         places: names by which torchao's functions were found, ``"torchao.float8.convert_to_float8_training"`` first.
     """
+
+    attention: ClassVar[str] = HIGH_PRECISION
 
     def __init__(self, places: list[str]) -> None:
         self.places = sorted(places)
@@ -153,6 +158,7 @@ class TakenOver:
     def give_back(self) -> None:
         """Put torchao's functions back, wherever f8sub's are now; models that were converted stay in float8."""
         _replace(_OURS, _THEIRS)
+        TakenOver.attention = HIGH_PRECISION
 
     def __enter__(self) -> "TakenOver":
         return self
@@ -166,7 +172,7 @@ class TakenOver:
         return f"f8sub takes the place of {', '.join(self.places) or 'nothing more'}"
 
 
-def take_over() -> TakenOver:
+def take_over(*, attention: str = HIGH_PRECISION) -> TakenOver:
     """Have f8sub convert where a trainer calls torchao's ``convert_to_float8_training``, in this process.
 
         f8sub.integrations.torchao.take_over()
@@ -177,13 +183,21 @@ def take_over() -> TakenOver:
     meaning: recipes of the same name, any other formats that f8sub has, ``emulate`` as the reference backend, and
     ``enable_fsdp_float8_all_gather``. Rank 0 prints what was replaced, and the summary of each conversion.
 
+    Args:
+        attention: "float8" has the models that are converted run ``scaled_dot_product_attention`` over 8192 tokens and
+            more by cuDNN's float8 kernels, which changes numbers; "float8_forward" with its backward in bf16; see
+            ``f8sub.attend_in_float8``. With ``emulate`` sequences of any length, by the reference.
+
     Returns:
         TakenOver: what was replaced, and the way back.
 
     Raises:
-        Float8ConfigError: later, in the trainer's call: a field of another meaning, formats that no recipe of f8sub
-            has, or with ``pad_inner_dim`` a layer that torchao would fill up.
+        Float8ConfigError: no such ``attention``. Later, in the trainer's call: a field of another meaning, formats that
+            no recipe of f8sub has, with ``pad_inner_dim`` a layer that torchao would fill up, or what
+            ``attend_in_float8`` raises.
     """
+    refuse_unknown_attention(attention)
+    TakenOver.attention = attention
     taken = TakenOver(_replace(_THEIRS, _OURS))
     _print(repr(taken))
     return taken

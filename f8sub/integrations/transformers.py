@@ -14,12 +14,13 @@ from transformers import AttentionInterface, PreTrainedModel, TrainerCallback
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.trainer_callback import ExportableState
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import f8sub
-from f8sub.convert.attention import WITHOUT_MASK, by_state
+from f8sub.convert.attention import WITHOUT_MASK, attention_modules, by_state
 from f8sub.errors import Float8ConfigError, shown
-from f8sub.integrations.one_line import convert_once
+from f8sub.integrations.one_line import HIGH_PRECISION, attend_once, convert_once, refuse_unknown_attention
 
 __all__ = ["Float8Callback", "Float8TrainingConfig", "attend_causally"]
 
@@ -54,7 +55,7 @@ def attend_causally(model: PreTrainedModel) -> None:
     model.set_attn_implementation(WITHOUT_MASK)
 
 
-class Float8Callback(TrainerCallback):
+class Float8Callback(TrainerCallback, ExportableState):
     """Converts the model of a Trainer, reports it, and computes scales after each optimizer step.
 
         trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Float8Callback("tensorwise")])
@@ -64,23 +65,31 @@ class Float8Callback(TrainerCallback):
     when training begins, from weights that are sharded and loaded by then. A training that fails or is repeated leaves
     one hook.
 
+    What attention in float8 remembers of earlier backwards is in the Trainer's own state, ``trainer_state.json`` of its
+    checkpoints, from which ``resume_from_checkpoint`` gives it back. ``model.safetensors`` beside it has weights alone.
+
     Args:
         recipe: as ``convert_to_float8`` takes it; None for its default.
+        attention: "float8" runs ``scaled_dot_product_attention`` over 8192 tokens and more by cuDNN's float8 kernels,
+            which changes numbers; "float8_forward" with its backward in bf16; see ``f8sub.attend_in_float8``. With
+            ``backend="reference"`` sequences of any length, by the reference. A model that attends in float8 already
+            stays as it is.
         options: other keywords of ``convert_to_float8``.
 
     Raises:
-        Float8ConfigError: what ``convert_to_float8`` raises; in ``train()``, a model that was not converted, because
-            the callback was added after the Trainer was constructed, or because ``model_init`` constructs another
-            model: convert it there.
+        Float8ConfigError: what ``convert_to_float8`` and ``attend_in_float8`` raise; in ``train()``, a model that was
+            not converted, because the callback was added after the Trainer was constructed, or because ``model_init``
+            constructs another model: convert it there.
     """
 
-    def __init__(self, recipe: Any = None, **options: Any) -> None:
-        self._recipe, self._options = recipe, options
+    def __init__(self, recipe: Any = None, *, attention: str = HIGH_PRECISION, **options: Any) -> None:
+        self._recipe, self._attention, self._options = recipe, attention, options
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._model: torch.nn.Module | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert the model, which the Trainer shards later, and print what is in float8."""
-        report = convert_once(given["model"], self._recipe, self._options)
+        report = convert_once(given["model"], self._recipe, self._options, self._attention)
         if state.is_world_process_zero:
             print(report)  # noqa: T201  (as the callbacks of transformers print)
 
@@ -88,6 +97,14 @@ class Float8Callback(TrainerCallback):
         """Compute the scales, and register the hook on this training's optimizer."""
         # A training that failed did not come to its end.
         self.on_train_end(args, state, control)
+        self._model = given["model"]
+        # Of the checkpoint that is resumed, and without one what ``state`` returned. The Trainer writes to this entry
+        # when it saves, and the checkpoint of a training without this callback has none.
+        known = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        remembered = (known[0] if isinstance(known, list) else known)["attributes"].get(_HISTORIES, {})
+        for name, history in _histories(self._model).items():
+            if name in remembered:
+                history.copy_(history.new_tensor(remembered[name]))
         f8sub.precompute_scales(given["model"])
         self._hook = f8sub.register_precompute_hook(given["optimizer"], given["model"])
 
@@ -96,6 +113,26 @@ class Float8Callback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what ``trainer_state.json`` has of attention in float8; reads it from the device."""
+        histories = {} if self._model is None else _histories(self._model)
+        return {
+            "args": {},
+            "attributes": {_HISTORIES: {name: each.tolist() for name, each in histories.items()}},
+        }
+
+
+_HISTORIES = "attention_histories"
+
+
+def _histories(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what attention in float8 has in the state dict of a model, by the names of its modules."""
+    return {
+        each.fqn.replace("_orig_mod.", ""): each.state.history
+        for each in attention_modules(model)
+        if each.state is not None and each.state.has_past
+    }
 
 
 _METHOD = "f8sub"
@@ -115,15 +152,18 @@ class Float8TrainingConfig(QuantizationConfigMixin):
 
     Args:
         recipe: as ``convert_to_float8`` takes it; None for its default.
+        attention: as ``Float8Callback`` takes it.
         options: other keywords of ``convert_to_float8``.
 
     Raises:
-        Float8ConfigError: in ``from_pretrained``, before weights are read, what ``convert_to_float8`` raises.
+        Float8ConfigError: no such ``attention``; in ``from_pretrained``, before weights are read, what
+            ``convert_to_float8`` and ``attend_in_float8`` raise.
     """
 
-    def __init__(self, recipe: Any = None, **options: Any) -> None:
+    def __init__(self, recipe: Any = None, *, attention: str = HIGH_PRECISION, **options: Any) -> None:
+        refuse_unknown_attention(attention)
         self.quant_method = _METHOD  # type: ignore[assignment]  # registered, not in the enum
-        self.recipe = recipe
+        self.recipe, self.attention = recipe, attention
         self.options = options
 
     @classmethod
@@ -134,7 +174,8 @@ class Float8TrainingConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``from_dict`` takes; what JSON cannot hold, such as a filter function, as text."""
-        plain = {"quant_method": _METHOD, "recipe": self.recipe, **self.options}
+        asked = {} if self.attention == HIGH_PRECISION else {"attention": self.attention}
+        plain = {"quant_method": _METHOD, "recipe": self.recipe, **asked, **self.options}
         return dict(json.loads(json.dumps(plain, default=str)))
 
 
@@ -162,7 +203,9 @@ class Float8TrainingQuantizer(HfQuantizer):
         return model
 
     def _convert(self, model: torch.nn.Module) -> None:
-        f8sub.convert_to_float8(model, self.quantization_config.recipe, **self.quantization_config.options)
+        config = self.quantization_config
+        f8sub.convert_to_float8(model, config.recipe, **config.options)
+        attend_once(model, config.attention, emulated=config.options.get("backend") == "reference")
 
 
 register_quantization_config(_METHOD)(Float8TrainingConfig)

@@ -142,16 +142,6 @@ def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
     met.copy_(torch.maximum(met, (~finite).float()))
 
 
-def dequantize(operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """``reference.dequantize`` of data with one scale; goes there for tensors that no kernel takes."""
-    if not support.takes(operand.data) or not operand.data.is_contiguous():
-        return reference.dequantize(operand, dtype)
-    from f8sub.kernels.triton import attention_launch
-
-    with support.device_of(operand.data):
-        return attention_launch.dequantized(operand.data, operand.scale_inv, dtype)
-
-
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
     codes = rowwise.data

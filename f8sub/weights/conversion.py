@@ -97,6 +97,9 @@ class Guest:
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         """An optimizer has just stepped these parameters."""
 
+    def stepped_others(self) -> None:
+        """An optimizer has just stepped a model that ``follow_steps_of`` was given, and none of these parameters."""
+
     def stepped_elsewhere(self, weights: Sequence[torch.Tensor]) -> None:
         """Another rank stepped these weights, or is late; this one did not, and reduces all regions with it."""
 
@@ -152,6 +155,7 @@ Ranks = tuple[dist.ProcessGroup, tuple[int, ...], tuple[int, ...]]
 Records = weakref.WeakKeyDictionary[torch.nn.Module, dict[str, WeightRecord]]
 Members = Sequence[tuple[WeightRecord, ShardLayout]]
 ParamDtypes = dict[tuple[torch.nn.Module, str], torch.dtype | None]
+Followed = weakref.WeakKeyDictionary[torch.nn.Module, list["weakref.ref[Conversion]"]]
 G = TypeVar("G", bound=Guest)
 
 
@@ -173,6 +177,10 @@ class Conversion:
 
     counts_steps: ClassVar[bool] = False
     """Whether a guest of any conversion asks for optimizer steps: until then this is all that their end reads."""
+
+    followed: ClassVar["Followed"] = weakref.WeakKeyDictionary()
+    """Models any of whose parameters' steps count for conversions, see ``follow_steps_of``; in the order of the calls,
+    which every rank shares."""
 
     def __init__(
         self,
@@ -235,6 +243,14 @@ class Conversion:
                 if any(parameter.dim() > 1 for parameter in child.parameters()):
                     found[f"{fqn}.{name}".lstrip(".")] = f"{type(child).__module__}.{type(child).__name__}"
         return dict(sorted(found.items()))
+
+    def follow_steps_of(self, model: torch.nn.Module) -> None:
+        """Have guests hear of steps of all of a model's parameters, because these weights may be frozen, or others'."""
+        Conversion.counts_steps = True
+        known = [each for each in Conversion.followed.get(model, ()) if each() is not None]
+        if not any(each() is self for each in known):
+            Conversion.made += 1
+            Conversion.followed[model] = [*known, weakref.ref(self)]
 
     @property
     def alive(self) -> int:

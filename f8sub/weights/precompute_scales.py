@@ -15,7 +15,14 @@ from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_an_
 from f8sub.torch_compat import gathered_parameters, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, conversion_of, local_tensor, of_gathered, refuse_gathered
+from f8sub.weights.weight import (
+    Weight,
+    conversion_beside,
+    conversion_of,
+    local_tensor,
+    of_gathered,
+    refuse_gathered,
+)
 
 
 def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> None:
@@ -107,6 +114,9 @@ def enter_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         for conversion, weights in stepped.items():
             for guest in () if conversion is None else conversion.guests:
                 guest.stepped(weights)
+        for conversion in _followers_of(optimizer):
+            for guest in () if conversion in stepped else conversion.guests:
+                guest.stepped_others()
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
@@ -125,6 +135,32 @@ def _stepped_by(
             if isinstance(local, kind):
                 found[None if local.record is None else local.record.conversion].append(parameter)
     return found
+
+
+_Follow = tuple[tuple[int, int], list[weakref.ref[Conversion]]]
+_followers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Follow] = weakref.WeakKeyDictionary()
+"""What ``_followers_of`` found, and with how many parameters and conversions."""
+
+
+def _followers_of(optimizer: torch.optim.Optimizer) -> list[Conversion]:
+    """Return the conversions that follow a model of which the optimizer has parameters."""
+    if not Conversion.followed:
+        return []
+    # A model is walked again only when the optimizer has more of it, or another conversion came.
+    current = Conversion.made, sum(len(group["params"]) for group in optimizer.param_groups)
+    known, found = _followers.get(optimizer, ((-1, -1), []))
+    if known != current:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [
+            follower
+            for model, followers in Conversion.followed.items()
+            if not held.isdisjoint(map(id, model.parameters()))
+            for follower in followers
+        ]
+        # None are looked for again: a forward may hold gathered parameters in the place of the optimizer's.
+        if found:
+            _followers[optimizer] = current, found
+    return [conversion for follower in found if (conversion := follower()) is not None]
 
 
 _early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -224,7 +260,7 @@ def conversions_of(parts: list[torch.nn.Module]) -> list[Conversion]:
         made, alive, known = _walked.get(part, (-1, 0, []))
         conversions = [conversion for reference in known if (conversion := reference()) is not None]
         if made != Conversion.made or alive != sum(conversion.alive for conversion in conversions):
-            of_modules = map(conversion_of, part.modules())
+            of_modules = (found(m) for m in part.modules() for found in (conversion_of, conversion_beside))
             conversions = list(dict.fromkeys(c for c in of_modules if c is not None))
             if not conversions and not Conversion.saw(part):
                 raise Float8ConfigError(

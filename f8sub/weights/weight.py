@@ -19,7 +19,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -50,6 +50,23 @@ RAW = frozenset(
 
 STATE = "_f8sub"
 """The one attribute that a converted module has of f8sub: its ``LayerState``, see ``linear/converted.py``."""
+
+
+BESIDE = "_f8sub_beside"
+"""The one attribute of f8sub that a module has which is not converted, where something follows one of its parameters:
+an ``Anchor``."""
+
+
+class Anchor(NamedTuple):
+    """Is beside a parameter that f8sub does not change: the ranks that hold it share the histories of ``attends``.
+
+    Attributes:
+        conversion: has a record of the parameter.
+        attends: states of the attention near it.
+    """
+
+    conversion: "Conversion"
+    attends: Sequence[torch.nn.Module]
 
 
 class WeightRecord:
@@ -277,6 +294,12 @@ def conversion_of(module: torch.nn.Module) -> "Conversion | None":
     conversion: Conversion | None = None if state is None else state.conversion
     # Code that copies attributes from module to module copies this one, too.
     return conversion if conversion is not None and conversion.owns(module) else None
+
+
+def conversion_beside(module: torch.nn.Module) -> "Conversion | None":
+    """Return the conversion that follows a parameter of a module which it did not convert; None where none does."""
+    anchor: Anchor | None = vars(module).get(BESIDE)
+    return anchor.conversion if anchor is not None and anchor.conversion.owns(module) else None
 
 
 def is_converted(module: torch.nn.Module) -> bool:

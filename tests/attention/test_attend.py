@@ -147,7 +147,16 @@ def test_the_report():
     assert "attention" not in f8sub.conversion_report(model).summary
     in_float8(model, skip="2")
     report = f8sub.conversion_report(model)
-    assert "attention: 2 of 3 modules in float8" in report.summary
+    # Nobody knows yet what becomes of their calls.
+    how = "reference, backward in e4m3"
+    never = "1 not: attend_in_float8 has not been called for it"
+    assert f"attention: 2 of 3 modules in float8 ({how}, no call seen yet; {never})" in report.summary
+    model(tokens())
+    assert f"modules in float8 ({how}; {never})" in f8sub.conversion_report(model).summary
+    model[0].attention(tokens(), attn_mask=torch.ones(24, 24), is_causal=False)
+    told = f"attention: 1 of 3 modules in float8 ({how}; 1 not: the call has a mask; {never})"
+    assert told in f8sub.conversion_report(model).summary
+    assert f8sub.conversion_report(model.to("meta")).attention[1].title == f"in float8: {how}"
     assert [each.fqn for each in report.attention if each.converted] == ["0.attention", "1.attention"]
     assert "in float8: reference, backward in e4m3" in str(report)
     assert not f8sub.conversion_report(nn.Sequential(nn.Linear(8, 8))).attention
@@ -241,6 +250,8 @@ def test_compiled(backend, checkpointed):
         # A call that is compiled tells nothing.
         assert a.reason is None
         assert b.reason == ""
+    # What was trained was in float8, whether or not it told.
+    assert "no call seen yet" not in f8sub.conversion_report(compiled).summary
 
 
 @pytest.mark.parametrize("policy", [None, "bf16", "gemms"])
@@ -373,3 +384,53 @@ def test_a_monitor_has_a_row_of_each():
     rows = [row for row in monitor.rows if row.role == "attention"]
     assert [(row.step, row.layer) for row in rows] == [(0, "0.attention"), (2, "0.attention")]
     assert all(20 < row.sqnr < 30 for row in rows)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_monitor_of_attention_alone(compiled):
+    """No layer was converted."""
+    model, plain = blocks(), blocks()
+    for each in (model, plain):
+        in_float8(each)
+    call = torch.compile(model, backend="eager") if compiled else model
+    told = []
+    monitor = f8sub.Monitor(model, every=2, to=lambda step, rows: told.extend(rows))
+    for seed in range(3):
+        with monitor:
+            found = gradients(model, tokens(seed=seed), call)
+        assert same(found, gradients(plain, tokens(seed=seed)))
+    monitor.flush()
+    assert told == monitor.rows
+    assert [(row.step, row.layer) for row in told] == [
+        (step, f"{i}.attention") for step in (0, 2) for i in range(2)
+    ]
+    head, *lines = monitor.worst().splitlines()
+    assert head.startswith("attention ")
+    assert len(lines) == 2
+    with pytest.raises(f8sub.Float8ConfigError, match="no float8 layer"):
+        f8sub.Monitor(model, layers="mlp")
+
+
+def test_a_monitors_table_has_attention_and_what_saturated():
+    model = blocks(3)
+    f8sub.convert_to_float8(model, min_dim=0)
+    in_float8(model)
+    state_of(model[2].attention).min_length = 99
+    monitor = f8sub.Monitor(model, every=1, layers=["0", "1.attention", "2.attention"])
+    for factor in (1.0, 1.0, 64.0):
+        with monitor:
+            (factor * model(tokens())).square().sum().backward()
+    *operands, head, none, first, second = monitor.worst(4).splitlines()
+    assert operands[0].startswith("layer ")
+    assert len(operands) == 5
+    assert head.split() == ["attention", "dB", "of", "o"]
+    assert re.search(r"^2\.attention +nan  not in float8: sequences of fewer than 99", none)
+    found = {
+        name: (float(db), rest) for name, db, rest in (line.split(maxsplit=2) for line in (first, second))
+    }
+    assert found.keys() == {"0.attention", "1.attention"}
+    assert all(20 < db < 30 for db, _ in found.values())
+    assert all(
+        "reference, backward in e4m3; backwards that saturated: dP 1" in rest for _, rest in found.values()
+    )

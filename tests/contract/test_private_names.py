@@ -40,7 +40,7 @@ OF_OBJECTS = {
     "_schema",
     # Python's, torchtitan's and transformers'.
     *("_actions", "_apply_gate", "_asdict", "_from_config", "_getframe", "_manager", "_warmup_remaining"),
-    *("_attn_implementation", "_weight_conversions"),
+    *("_attn_implementation", "_keys_to_ignore_on_save", "_weight_conversions"),
 }
 
 

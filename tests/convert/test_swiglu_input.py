@@ -195,3 +195,23 @@ def test_a_model_without_swiglu_is_refused():
         f8sub.keep_swiglu_input_in_float8(nn.Sequential(nn.Linear(64, 64)))
     with pytest.raises(f8sub.Float8ConfigError, match=r"no linear layer is called \['fc1'\]"):
         f8sub.keep_swiglu_input_in_float8(nn.Sequential(nn.Linear(64, 64)), layers=["fc1"])
+
+
+@pytest.mark.parametrize(("hidden", "of_scales"), [(256, 2), (80, 5)])
+def test_the_report_names_what_is_kept_and_its_bytes(hidden, of_scales):
+    model = nn.ModuleDict({"layers": nn.ModuleList(made(hidden=hidden) for _ in range(3))})
+    assert "SwiGLU" not in str(f8sub.conversion_report(model))
+    f8sub.keep_swiglu_input_in_float8(model["layers"][1])
+    f8sub.keep_swiglu_input_in_float8(model["layers"][2])
+    report = f8sub.conversion_report(model)
+    assert [(each.fqn, each.features, each.bytes) for each in report.swiglu] == [
+        (f"layers.{i}.{name}", hidden, hidden + of_scales)
+        for i in (1, 2)
+        for name in ("gate_proj", "up_proj")
+    ]
+    assert "SwiGLU's input of 2 modules kept in float8" in report.summary
+    page = " ".join(str(report).split())
+    assert "the results of layers.*.gate_proj, layers.*.up_proj. Of 2 modules compiled code saves" in page
+    assert f"saves {4 * (hidden + of_scales):,} bytes per token, in bf16 {8 * hidden:,}." in page
+    f8sub.convert_from_float8(model)
+    assert not f8sub.conversion_report(model).swiglu

@@ -517,3 +517,39 @@ def test_a_matrix_times_itself_is_another_kind(fresh_process):
 )
 def test_what_was_worked_out_launches_the_same_over_other_tensors(fresh_process, recipe):
     fresh_process(prepared, recipe)
+
+
+def attention() -> None:
+    """Launches of several kernels that are prepared together, around cuDNN's attention."""
+    from f8sub.attention import casts
+    from f8sub.attention.problem import E4M3, Problem
+
+    interpreted.take_any_device()
+
+    def qkv() -> dict[str, torch.Tensor]:
+        sizes = zip("qkv", (4, 2, 2), strict=True)
+        return {n: torch.randn(2, 128, h, 64).bfloat16().transpose(1, 2) for n, h in sizes}
+
+    def backward() -> dict[str, torch.Tensor]:
+        return {"do": qkv()["q"], "inverse": torch.rand(4), "history": torch.rand(16, 4)}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        codes = {name: x.to(E4M3.dtype) for name, x in qkv().items()}
+        floats = {name: torch.rand(4) for name in ("scales", "inverse", "amaxes", "saturated")}
+        return codes | floats | {"history": torch.rand(16, 4)}
+
+    def finish(q, k, v, scales, inverse, amaxes, saturated, history) -> object:
+        scales = casts.BackwardScales(scales, inverse, torch.rand(2))
+        kept = casts.Remembered(history, saturated)
+        return casts.finish_backward((q, k, v), scales, amaxes, kept, 448.0, torch.bfloat16)
+
+    problem = Problem.of(*qkv().values(), True, 0.1)
+    assert over_other_tensors(qkv, casts.cast_forward)
+    assert over_other_tensors(
+        backward, lambda do, inverse, history: casts.cast_backward(problem, do, inverse, history, E4M3)
+    )
+    assert over_other_tensors(gradients, finish)
+
+
+def test_what_attention_prepares_together_launches_the_same_over_other_tensors(fresh_process):
+    fresh_process(attention)

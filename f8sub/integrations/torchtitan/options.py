@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from f8sub.convert.attention import attend_in_float8, attention_modules
 from f8sub.convert.class_swap import extensions
 from f8sub.convert.convert import convert_to_float8
 from f8sub.convert.patterns import layer_keep_x, layer_recipes
@@ -15,6 +14,12 @@ from f8sub.convert.selection import MIN_DIM
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.experts.seams import EXPERTS
+from f8sub.integrations.one_line import (
+    HIGH_PRECISION,
+    attend_once,
+    has_attention,
+    refuse_unknown_attention,
+)
 from f8sub.integrations.torchtitan.fused_steps import FUSED, fuse_at_first_step
 from f8sub.integrations.torchtitan.hooks import (
     FILE,
@@ -36,10 +41,6 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns``, torchtitan's word for: leave layers alone that are too small to gain, all of them if need be."""
-
-HIGH_PRECISION = "high_precision"
-ATTENTION = {HIGH_PRECISION: None, "float8": "float8", "float8_forward": "bf16"}
-"""What ``attention`` may be, and ``backward`` of ``attend_in_float8`` for it."""
 
 SPELLED = {"true": True, "false": False}
 """``experts`` as a command line has it."""
@@ -112,8 +113,7 @@ class Options:
         layer_keep_x(self.keep_x)
         if self.keep_swiglu_input not in ("high_precision", "float8"):
             raise unknown("keep_swiglu_input", self.keep_swiglu_input, ("high_precision", "float8"))
-        if self.attention not in ATTENTION:
-            raise unknown("attention", self.attention, ATTENTION)
+        refuse_unknown_attention(self.attention)
         if self.checkpoint_policy:
             checkpoint_policy(self.checkpoint_policy)
         if self.monitor_every < 0:
@@ -227,7 +227,7 @@ def tokens_of(training: Any, parallelism: Any) -> int | None:
 
 def _refuse_other_attention(model: torch.nn.Module, asked: str) -> None:
     """Refuse a model none of whose modules calls ``scaled_dot_product_attention``, before it changes."""
-    if attention_modules(model):
+    if has_attention(model):
         return
     leaves = [type(module).__name__ for module in model.modules() if not module._modules]
     found = (
@@ -283,12 +283,7 @@ def convert(
         experts=SPELLED.get(str(options.experts).lower(), options.experts),
         tokens=tokens if options.tokens is None else options.tokens,
     )
-    if (backward := ATTENTION[options.attention]) is not None:
-        # What is emulated is tried out, on sequences that are short.
-        if options.emulate:
-            attend_in_float8(model, backward=backward, min_length=0, backend="reference")
-        else:
-            attend_in_float8(model, backward=backward)
+    attend_once(model, options.attention, emulated=options.emulate)
     # torchtitan compiles and shards the model later, and hands it back to nobody before it runs.
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:

@@ -26,7 +26,7 @@ def backward_scales(
     inverse_ptr, inverse_do_ptr, history_ptr, out_ptr,
     BACKWARDS, OF_DP, TERMS, TOP, MARGIN, OF_1, LARGEST, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the scales of a backward, 7 float32: see ``BackwardScales``; ROWS is a power of 2, BACKWARDS or more."""
+    """Write the scales of a backward, 10 float32: see ``BackwardScales``; ROWS is a power of 2, BACKWARDS or more."""
     i, column = tl.arange(0, ROWS), tl.arange(0, 4)
     remembered = tl.load(
         history_ptr + i[:, None] * 4 + column[None, :], mask=i[:, None] < BACKWARDS, other=0.0
@@ -46,9 +46,9 @@ def backward_scales(
     scale = tl.where(scale > LARGEST, LARGEST, scale)
     scale = tl.where(amax == 0, 1.0, scale)
     tl.store(out_ptr + column, scale)
-    tl.store(out_ptr + 4 + column, 1.0 / scale, mask=column == 0)
-    tl.store(out_ptr + 5, OF_1)
-    tl.store(out_ptr + 6, 1.0 / OF_1)
+    tl.store(out_ptr + 4 + column, 1.0 / scale)
+    tl.store(out_ptr + 8, OF_1)
+    tl.store(out_ptr + 9, 1.0 / OF_1)
 
 
 @triton.jit

@@ -105,6 +105,7 @@ def quantization(
     columnwise: Float8Format | None,
     prior: PriorScale | None = None,
     amax: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
 ) -> QuantizeLaunches:
     """Return how to quantize a matrix: ``reference.quantize``.
 
@@ -114,6 +115,8 @@ def quantization(
         columnwise: the same. One that differs from ``rowwise`` is quantized by itself.
         prior: see ``reference.quantize``; then formats that are both given are equal.
         amax: float32, (1, 1), of the finite elements, where it is known and both formats have one scale per matrix.
+        zero: int32, (1,), memory that is 0 before the first launch and becomes the amax of one that is not known; of
+            its own where it is None.
     """
     # ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row for both usages.
     in_one_launch = prior is not None or (rowwise == columnwise and x.shape[0] > 1)
@@ -130,7 +133,7 @@ def quantization(
     filled = {"x_ptr": x, **operands(row_operand, col_operand), "CAST": cast_to(format)}
     largest, scratch = None, ()
     if format.tile.is_whole:
-        launches, largest, scratch = _one_scale(x, filled, prior, amax)
+        launches, largest, scratch = _one_scale(x, filled, prior, amax, zero)
     elif format.tile == ROWWISE:
         launches, scratch = _lines(x, filled)
     else:
@@ -280,12 +283,16 @@ def _read(scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def _one_scale(
-    x: torch.Tensor, filled: dict[str, Any], prior: PriorScale | None, amax: torch.Tensor | None
+    x: torch.Tensor,
+    filled: dict[str, Any],
+    prior: PriorScale | None,
+    amax: torch.Tensor | None,
+    zero: torch.Tensor | None,
 ) -> tuple[list[Launch], torch.Tensor | None, tuple[torch.Tensor, ...]]:
     """Return the launches, what becomes the largest magnitude where there is a prior scale, and scratch memory."""
     bits = largest = None
     if prior is None and amax is None:
-        bits = torch.zeros(1, dtype=torch.int32, device=x.device)
+        bits = torch.zeros(1, dtype=torch.int32, device=x.device) if zero is None else zero
     elif prior is not None and (prior.covers or not prior.is_known):
         # One allocation, and one launch to zero it, for both.
         largest, bits = torch.zeros(2, 1, 1, dtype=torch.int32, device=x.device).unbind()

@@ -1,7 +1,9 @@
 """Ranks that hold the same attention have one history after each optimizer step: a checkpoint may have any rank's."""
 
+import copy
 import datetime
 import functools
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,16 @@ ENTRIES = 16 * 4
 """Of one module's history."""
 
 
-def model_of(how: str, *, attend_first: bool = False, recipe: str = "tensorwise") -> nn.Module:
-    """Two blocks, on all ranks: ``how`` names the way in which they are sharded."""
+def model_of(how: str, *, attend_first: bool = False, recipe: str | None = "tensorwise") -> nn.Module:
+    """Two blocks, on all ranks: ``how`` names the way in which they are sharded; None for attention alone in float8."""
     made = blocks()
     attend = functools.partial(f8sub.attend_in_float8, made, backend="reference", min_length=0)
     if attend_first:
         attend()
-    f8sub.convert_to_float8(
-        made, recipe, min_dim=0, float8_all_gather=how != "high precision", backend="reference"
-    )
+    if recipe is not None:
+        f8sub.convert_to_float8(
+            made, recipe, min_dim=0, float8_all_gather=how != "high precision", backend="reference"
+        )
     if not attend_first:
         attend()
     return sharded(made, how)
@@ -104,7 +107,7 @@ def train(
 
 
 def run(rank: int, how: str, **options: Any) -> tuple[nn.Module, Any, list]:
-    model = model_of(how, **options)
+    model = options.pop("model", None) or model_of(how, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if how not in ("ddp", "heads"):
         f8sub.precompute_scales(model)
@@ -121,10 +124,14 @@ WAYS = [
 ]
 
 
+ALONE = {"attend_first": False, "recipe": None}
+"""No layer is converted."""
+
+
 @pytest.mark.parametrize(("world", "how"), WAYS, ids=[how for _, how in WAYS])
-@pytest.mark.parametrize("attend_first", [False, True])
-def test_histories_are_the_maximum_over_the_ranks(rank, world, how, attend_first):
-    _, _, found = run(rank, how, attend_first=attend_first)
+@pytest.mark.parametrize("options", [{"attend_first": False}, {"attend_first": True}, ALONE])
+def test_histories_are_the_maximum_over_the_ranks(rank, world, how, options):
+    _, _, found = run(rank, how, **options)
     for step in range(2):
         before, after, reduces, _ = found[6 * step + 2 : 6 * step + 6]
         expected = before.clone()
@@ -132,7 +139,7 @@ def test_histories_are_the_maximum_over_the_ranks(rank, world, how, attend_first
         assert torch.equal(after, expected)
         assert (before[:, 0] > 0).all()
         # The mlp, of which tensor parallelism has no part, is shared by other ranks.
-        assert reduces == (2 if how == "shards and heads" else 1)
+        assert reduces == (2 if how == "shards and heads" and options != ALONE else 1)
     differ = torch.tensor(float(not torch.equal(before, after)))
     dist.all_reduce(differ)
     assert differ > 0
@@ -158,12 +165,100 @@ def test_they_ride_along(rank, world, recipe):
         assert sent - sum(wire.output_bytes.values()) == 2 * ENTRIES * 4
 
 
+class WithAdapter(nn.Module):
+    """A frozen block, and what is trained beside it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.adapter = block.requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(x + self.block(x))
+
+
+@pytest.mark.parametrize("how", ["fsdp", "high precision", "ddp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", None])
+def test_adapters_beside_frozen_layers_share_them(rank, world, how, recipe):
+    """No optimizer steps a layer that was converted."""
+    made = blocks()
+    if recipe is not None:
+        all_gather = how != "high precision"
+        f8sub.convert_to_float8(made, recipe, min_dim=0, float8_all_gather=all_gather, backend="reference")
+    made = nn.Sequential(*(WithAdapter(block) for block in made))
+    f8sub.attend_in_float8(made, backend="reference", min_length=0)
+    _, _, found = run(rank, how, model=sharded(made, how))
+    for step in range(2):
+        before, after, reduces, _ = found[6 * step + 2 : 6 * step + 6]
+        dist.all_reduce(expected := before.clone(), dist.ReduceOp.MAX)
+        assert torch.equal(after, expected)
+        assert reduces == 1
+    differ = torch.tensor(float(not torch.equal(before, after)))
+    dist.all_reduce(differ)
+    assert differ > 0
+
+
+def test_two_optimizers_of_one_model_count_as_one_step_of_its_layers(rank, world):
+    model = model_of("fsdp")
+    f8sub.precompute_scales(model)
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    optimizers = [torch.optim.SGD(each, lr=0.05) for each in (norms, others)]
+    model(data_of(rank, "fsdp", 0)).square().mean().backward()
+    with Wire() as wire:
+        for optimizer in optimizers:
+            optimizer.step()
+        f8sub.precompute_scales(model)
+    assert wire.all_reduces == 1
+
+
+def test_copies_of_a_model_without_layers_share_their_own(rank, world):
+    made = blocks()
+    f8sub.attend_in_float8(made, backend="reference", min_length=0)
+    copies = [copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
+    run(rank, "fsdp", model=sharded(made, "fsdp"))
+    for each in copies:
+        _, _, found = run(rank, "fsdp", model=sharded(each, "fsdp"))
+        before, after, reduces, _ = found[-4:]
+        dist.all_reduce(before, dist.ReduceOp.MAX)
+        assert torch.equal(after, before)
+        assert reduces == 1
+        del found
+
+
+def test_an_optimizer_of_another_model_does_not_count(rank, world):
+    model, _, _ = run(rank, "fsdp", recipe=None)
+    model(data_of(rank, "fsdp", 9)).square().mean().backward()
+    before, other = histories(model), nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    with Wire() as wire:
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        f8sub.precompute_scales(model)
+    assert wire.all_reduces == 0
+    assert torch.equal(histories(model), before)
+
+
+def test_optimizers_that_step_within_backward_share_them_once(rank, world):
+    """One for each parameter; precompute_scales reduces."""
+    model = model_of("fsdp", recipe=None)
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    for step in range(2):
+        model(data_of(rank, "fsdp", step)).square().mean().backward()
+        dist.all_reduce(expected := histories(model), dist.ReduceOp.MAX)
+        with Wire() as wire:
+            f8sub.precompute_scales(model)
+        assert wire.all_reduces == 1
+        assert torch.equal(histories(model), expected)
+
+
 @pytest.mark.parametrize(("world", "how"), WAYS, ids=[how for _, how in WAYS])
-def test_a_resumed_run_is_bitwise_the_same(rank, world, how, tmp_path):
-    model, optimizer, _ = run(rank, how)
+@pytest.mark.parametrize("recipe", ["tensorwise", None])
+def test_a_resumed_run_is_bitwise_the_same(rank, world, how, recipe, tmp_path):
+    model, optimizer, _ = run(rank, how, recipe=recipe)
     save(model, optimizer, tmp_path)
     expected = train(model, optimizer, rank, how, range(2, 4))
-    resumed = model_of(how)
+    resumed = model_of(how, recipe=recipe)
     optimizer = torch.optim.SGD(resumed.parameters(), lr=0.05, momentum=0.9)
     load(resumed, optimizer, tmp_path)
     found = train(resumed, optimizer, rank, how, range(2, 4))
@@ -206,9 +301,9 @@ def test_a_state_dict_before_precompute_scales_has_those_of_all_ranks(rank, worl
     assert same(found[2:4] + found[8:10], expected[2:4] + expected[8:10])
 
 
-def graphed(rank: int, how: str, imitated: bool) -> tuple[list[torch.Tensor], str]:
+def graphed(rank: int, how: str, recipe: str | None, imitated: bool) -> tuple[list[torch.Tensor], str]:
     with pytest.MonkeyPatch.context() as patch:
-        model = model_of(how)
+        model = model_of(how, recipe=recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         if imitated:
             imitate(patch)
@@ -224,9 +319,11 @@ def graphed(rank: int, how: str, imitated: bool) -> tuple[list[torch.Tensor], st
         return [*losses, histories(model)], step.how
 
 
-@pytest.mark.parametrize("how", ["fsdp", "high precision"])
-def test_replays_of_a_graph_reduce_them(rank, world, how):
-    (launched, _), (replayed, kind) = graphed(rank, how, False), graphed(rank, how, True)
+@pytest.mark.parametrize(
+    ("how", "recipe"), [("fsdp", "tensorwise"), ("high precision", "tensorwise"), ("fsdp", None)]
+)
+def test_replays_of_a_graph_reduce_them(rank, world, how, recipe):
+    (launched, _), (replayed, kind) = (graphed(rank, how, recipe, imitated) for imitated in (False, True))
     assert kind == "replayed"
     assert same(launched, replayed)
     dist.all_reduce(maximum := replayed[-1].clone(), dist.ReduceOp.MAX)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from f8sub.convert.swiglu_input import elements_per_scale, round_to_float8
 from f8sub.experts.seams import EXPERTS, seam_of
 from f8sub.weights.weight import STATE, is_converted, own_parameter
 
@@ -603,27 +602,3 @@ def _described(
     return OtherWeights(
         fqn or ROOT, shapes, parameters, multiplications, detail, is_converted(module), reason, in_float8
     )
-
-
-class KeptInput(NamedTuple):
-    """What compiled code saves of a layer's result that ``keep_swiglu_input_in_float8`` rounds.
-
-    Attributes:
-        fqn: the layer's name.
-        features: of its result.
-        bytes: of a token, codes and scales; in bf16 they would be two for each feature.
-    """
-
-    fqn: str
-    features: int
-    bytes: int
-
-
-def kept_inputs(model: torch.nn.Module) -> list[KeptInput]:
-    """Return the layers of a model whose results ``keep_swiglu_input_in_float8`` rounds."""
-    found = []
-    for fqn, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear) and round_to_float8 in layer._forward_hooks.values():
-            features = layer.out_features
-            found.append(KeptInput(fqn, features, features + features // elements_per_scale(features)))
-    return found

@@ -8,7 +8,7 @@ saved is not multiplied again under selective checkpointing.
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -169,3 +169,27 @@ def _in_graph(y: torch.Tensor, block: int) -> torch.Tensor:
     save_last_node()
     powers = _powers(stored.to(torch.int32))
     return dequantize(Operand(codes, powers, FORMAT), y.dtype).view(y.shape)
+
+
+class KeptInput(NamedTuple):
+    """What compiled code saves of a layer's result that ``keep_swiglu_input_in_float8`` rounds.
+
+    Attributes:
+        fqn: the layer's name.
+        features: of its result.
+        bytes: of a token, codes and scales; in bf16 they would be two for each feature.
+    """
+
+    fqn: str
+    features: int
+    bytes: int
+
+
+def kept_inputs(model: torch.nn.Module) -> list[KeptInput]:
+    """Return the layers of a model whose results ``keep_swiglu_input_in_float8`` rounds."""
+    found = []
+    for fqn, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and round_to_float8 in layer._forward_hooks.values():
+            features = layer.out_features
+            found.append(KeptInput(fqn, features, features + features // elements_per_scale(features)))
+    return found

@@ -26,11 +26,9 @@ from f8sub.convert.products import (
     SAVED_INPUTS,
     SHARED_INPUTS,
     SKIP_REASON,
-    KeptInput,
     OtherWeights,
     active_share_of_linear,
     expert_products,
-    kept_inputs,
     kind_of,
     kinds,
     name_of,
@@ -40,6 +38,7 @@ from f8sub.convert.products import (
     unknown_weights,
 )
 from f8sub.convert.selection import MIN_DIM, is_small
+from f8sub.convert.swiglu_input import KeptInput, kept_inputs
 from f8sub.diagnostics.bytes import byte_account
 from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up

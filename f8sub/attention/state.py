@@ -65,12 +65,13 @@ class AttentionState(TrainingState):
 
     @property
     def has_past(self) -> bool:
-        """Whether backward reads the history."""
+        """True if backward reads the history."""
         return self.backward != problem.HIGH_PRECISION
 
     @property
     def was_trained(self) -> bool:
-        """Whether the history has a backward pass, of this process or of one before; reads memory of the device."""
+        """True if the history has a backward pass, of this process or of one before; reads memory of the device."""
+        # A pass leaves amaxes, and amaxes of values that are all zero teach the next one nothing.
         return not self.history.is_meta and bool(self.history.any())
 
     @property

@@ -191,5 +191,6 @@ def kept_inputs(model: torch.nn.Module) -> list[KeptInput]:
     for fqn, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and round_to_float8 in layer._forward_hooks.values():
             features = layer.out_features
+            # A code is a byte, and so is the exponent of a block.
             found.append(KeptInput(fqn, features, features + features // elements_per_scale(features)))
     return found

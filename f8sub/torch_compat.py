@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -743,13 +744,20 @@ def no_dispatch_modes() -> AbstractContextManager[Any]:
     return modes
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a context in which tensors are made without values.
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Enter a context in which tensors are made without values.
 
-    Code that asks whether it is traced is told that it is.
+    Code that asks whether it is traced is told that it is. An operator that raises is the caller's to report: torch
+    would log its whole trace as well.
     """
-    mode: AbstractContextManager[Any] = _FakeTensorMode(allow_non_fake_inputs=True)
-    return mode
+    logger = logging.getLogger(_FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        with _FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        logger.disabled = before
 
 
 def empty_strided(

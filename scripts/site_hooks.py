@@ -71,9 +71,15 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, uri, content=text))
     for page in sorted((ROOT / "docs").rglob("*.md")):
         rewritten(page.read_text(), str(page.relative_to(ROOT)), linked)
-    for path in sorted(linked):
-        if place(path).startswith("source/"):
-            files.append(File.generated(config, place(path), content=(ROOT / path).read_bytes()))
+    written: set[str] = set()
+    # A page that only a link leads to may link to more files.
+    while left := {path for path in linked - written if place(path).startswith("source/")}:
+        for path in sorted(left):
+            content = (ROOT / path).read_bytes()
+            if path.endswith(".md"):
+                content = rewritten(content.decode(), path, linked).encode()
+            files.append(File.generated(config, place(path), content=content))
+        written |= left
     return files
 
 

@@ -33,6 +33,10 @@ from f8sub.host_copy import HostCopy
 from f8sub.linear.converted import ConvertedModule
 
 
+MOST_ROWS = 100_000
+"""Rows that a ``Monitor`` holds in memory, where each takes about 500 bytes; writers have all."""
+
+
 class GradientRows:
     """Finds the errors of a model's reduced gradients that are measured and not reported yet."""
 
@@ -202,7 +206,7 @@ class Monitor:
         self._gradients = GradientRows(model)
         self._pending: list[tuple[int, HostCopy, Callable[[torch.Tensor], list[Statistics]]]] = []
         self.rows: list[Statistics] = []
-        """All rows so far, in the order of the steps."""
+        """Rows so far, in the order of the steps; of more than ``MOST_ROWS`` those of older samples are thinned out."""
 
     def __enter__(self) -> "Monitor":
         if current_capture() is not None:
@@ -348,11 +352,18 @@ class Monitor:
         while self._pending and (wait or self._pending[0][1].there):
             step, copy, told = self._pending.pop(0)
             rows = told(copy.read())
-            self.rows += rows
+            self._hold(rows)
             # All ranks have the rows, and the first one writes.
             if not dist.is_initialized() or dist.get_rank(self.group) == 0:
                 for write in self._writers:
                     write(step, rows)
+
+    def _hold(self, rows: list[Statistics]) -> None:
+        """Add rows; if there are too many of them, leave out every second sample, from the last one back."""
+        self.rows += rows
+        if len(self.rows) > MOST_ROWS:
+            held = set(list(dict.fromkeys(row.step for row in self.rows))[::-2])
+            self.rows[:] = [row for row in self.rows if row.step in held]
 
 
 def _is_named(name: str, patterns: Sequence[str]) -> bool:

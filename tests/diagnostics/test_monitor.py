@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
+from f8sub.diagnostics import monitor as monitoring
 from f8sub.diagnostics import sample, writers
 from f8sub.linear import float8_linear
 from tests.data_sets import gaussian, generator
@@ -105,6 +106,28 @@ def test_rows_are_lines_of_json_and_calls(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "a" / "n.jsonl").read_text().splitlines()]
     assert lines == [row._asdict() for row in monitor.rows]
     assert called == [(0, 42), (2, 42)]
+
+
+def test_a_long_run_holds_a_bounded_number_of_rows_and_writes_all(monkeypatch):
+    """Whenever there is no room for a fifth sample, every second one goes, so older ones are further apart."""
+    monkeypatch.setattr(monitoring, "MOST_ROWS", 4 * 42)
+    written, held = [], []
+
+    def write(step, rows):
+        written.append(step)
+        held.append(sorted({row.step for row in monitor.rows}))
+
+    model = transformer("tensorwise")
+    monitor = f8sub.Monitor(model, every=1, to=write)
+    same = monitor.rows
+    for step in range(9):
+        with monitor:
+            loss_of(model, step, 0).backward()
+        monitor.flush()
+    assert written == list(range(9))
+    assert held == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2, 4], [0, 2, 4, 5], [0, 4, 6], [0, 4, 6, 7], [0, 6, 8]]
+    assert monitor.rows is same
+    assert len(same) == 3 * 42
 
 
 def test_a_disk_that_fills_loses_a_steps_rows_and_ends_no_run(tmp_path):

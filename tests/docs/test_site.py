@@ -18,7 +18,8 @@ pytest.importorskip("material")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # Not --quiet, with which --strict counts no warnings.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -45,3 +46,5 @@ def test_the_readme_is_the_first_page_and_search_finds_it(site):
 def test_files_that_pages_link_to_are_there(site):
     assert (site / "source/recipes/pretrain.py").read_bytes() == (ROOT / "recipes/pretrain.py").read_bytes()
     assert (site / "tutorial.ipynb").exists()
+    # A page outside of docs/, and its link back.
+    assert '"../../behaviour.html"' in (site / "source/findings/index.html").read_text()

@@ -1,6 +1,7 @@
 """What the report says of models of transformers, beside a count of the plain model's calls of torch's functions."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -21,7 +22,7 @@ FUNCTIONS = (
 class Calls(TorchFunctionMode):
     """Multiplications by each parameter, by the shapes of what functions take and return.
 
-    Those while the module runs that has the parameter are ``own``, too.
+    Those while a module runs that has the parameter are ``own``, too.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -29,10 +30,10 @@ class Calls(TorchFunctionMode):
         self.by: dict[str, float] = {}
         self.own: dict[str, float] = {}
         self._running: list[str] = []
-        self._names: dict[int, str] = {}
+        self._names: dict[int, list[str]] = {}
         for fqn, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                self._names[id(parameter)] = f"{fqn}.{name}"
+                self._names.setdefault(id(parameter), []).append(f"{fqn}.{name}")
             module.register_forward_pre_hook(lambda *_, fqn=fqn: self._running.append(fqn))
             module.register_forward_hook(lambda *_: self._running.pop() and None)
 
@@ -40,19 +41,20 @@ class Calls(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
-        if name in FUNCTIONS and (weight := next(filter(self._name_of, tensors), None)) is not None:
-            key = self._name_of(weight)
+        if name in FUNCTIONS and (weight := next(filter(self._names_of, tensors), None)) is not None:
+            # A tied weight has several names, of which the first may be an embedding's.
+            keys = self._names_of(weight)
             found = _multiplications(name, args, tensors, weight, out)
-            self.by[key] = self.by.get(key, 0.0) + found
-            if key.rpartition(".")[0] in self._running:
+            self.by[keys[0]] = self.by.get(keys[0], 0.0) + found
+            for key in [key for key in keys if key.rpartition(".")[0] in self._running][:1]:
                 self.own[key] = self.own.get(key, 0.0) + found
         return out
 
-    def _name_of(self, tensor: torch.Tensor) -> str | None:
+    def _names_of(self, tensor: torch.Tensor) -> list[str]:
         if tensor.dim() < 2:
-            return None
+            return []
         base = tensor if tensor._base is None else tensor._base
-        return self._names.get(id(tensor)) or self._names.get(id(base))
+        return self._names.get(id(tensor)) or self._names.get(id(base), [])
 
 
 def _multiplications(name, args, tensors, weight, out) -> float:
@@ -135,6 +137,26 @@ def test_an_estimate_counts_as_the_report_does(kind):
     share = sum(group.flops_share for group in found.groups if group.reason is None)
     assert share == pytest.approx(report.flops_share)
     assert share > 0.9
+
+
+def test_a_forward_that_fails_on_fake_tensors_is_reported_once(monkeypatch):
+    """torch logs the trace of an operator that raises there, over 100 lines, though the report has its error."""
+    pytest.importorskip("transformers")
+    model, _ = build("llama")
+    plain = type(model.model.norm)
+
+    class Norm(plain):
+        def forward(self, x):
+            return super().forward(x) + x.new_zeros(3)
+
+    model.model.norm.__class__ = Norm
+    logged = []
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(logger, "filters", [lambda record: bool(logged.append(record))])
+    report = f8sub.conversion_report(f8sub.convert_to_float8(model))
+    assert "a forward of made-up inputs raised RuntimeError" in report.assumed_because
+    assert not logged
+    assert not logger.disabled
 
 
 def test_a_mixer_that_multiplies_by_a_layers_weight_itself():

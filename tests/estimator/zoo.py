@@ -59,9 +59,22 @@ SIZES = {
 
 MLA = {"head_dim": None, "num_key_value_heads": HEADS}
 OTHER = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4"), MLA),
+    **dict.fromkeys(("sarvam_mla", "youtu"), MLA),
+    # One layer of full attention, where the type's own pattern has it after more layers.
     **dict.fromkeys(
-        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu"), MLA
+        ("bailing_hybrid", "kimi_linear"), MLA | {"layer_types": ["linear_attention", "full_attention"] * 2}
     ),
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"mamba_dt_rank": 16},
     "granitemoehybrid": {
@@ -148,8 +161,12 @@ MANY = (
         "qwen3_5_text",
     ),
     *("qwen3_moe", "recurrent_gemma", "rwkv", "t5", "vit"),
+    # New in transformers 5.6 to 5.24.
+    *("axk2", "bailing_hybrid", "beam", "deepseek_v4", "dory", "flint", "gemma4_text", "granite_swa", "hy_v4"),
+    *("kimi_linear", "kolibri1", "lara_mini", "lfm3", "minimax_m3_vl_text", "neomme", "qwen4_exp_text"),
+    *("sarvam_mla", "sarvam_moe", "ultrabert", "zaya"),
 )
-"""61 model types: dense ones, mixtures, state spaces, hybrids, encoders, images."""
+"""81 model types: dense ones, mixtures, state spaces, hybrids, encoders, images."""
 
 
 def names_of(cls: type) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Monitor:
 
     Where ``reduce_gradients_in_float8`` measures, each measured reduction is a row of the step that it was in, with
     role "gradient" and the name of its FSDP2 module. A module that attends in float8 has a row with role "attention",
-    the error of what this rank's first call returned; ``worst`` tells of its gradients that saturated, too.
+    the error of what this rank's first call returned; ``worst`` shows which of its gradients saturated, too.
 
     Losses and gradients of eager code are the same with and without, bitwise; a sampled step of compiled code runs
     eagerly. Of several forwards in one step the first is measured, and none under ``no_grad``. All ranks sample the

@@ -39,7 +39,7 @@ READERS = [
 by_page = pytest.mark.parametrize("page", READERS, ids=lambda page: str(page.relative_to(ROOT)))
 
 MOST_LINES_OF_README, MOST_WORDS_OF_README = 180, 1400
-MOST_WORDS_OF_DOCS = 29_000
+MOST_WORDS_OF_DOCS = 29_400
 """Of docs/ without docs/measurements and the generated docs/api.md, borders of tables not counted."""
 MOST_WORDS_OF_A_PAGE = 1_600
 LONGER = {"troubleshooting.md": 7_000, "architecture.md": 2_250}

@@ -61,7 +61,7 @@ def main() -> None:
         "full, 1": "full",
         f"selective, {GPUS}": f"{GPUS} GPUs, selective",
         f"full, {GPUS}": "full",
-        "gathered": f"all-gathers a step, {GPUS} GPUs",
+        "gathered": f"all-gathers per step, {GPUS} GPUs",
     }
     rows = [[name, *(f"{row[key]:.1f}" for key in columns)] for name, row in found.items()]
     finish(arguments, found, Table("GB of a Llama 3 8B with adapters", ["GB", *columns.values()], rows))

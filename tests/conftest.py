@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tests.kernels.interpreted import in_interpreter
-from tests.ranks import Nursery, make_collections_rare
+from tests.ranks import Nursery, leave_guards_unmeasured, make_collections_rare
 from tests.reporting import GPU_TESTS, Reporting, gpu_tests_left_out
 
 torch.set_num_threads(1)
 make_collections_rare()
+leave_guards_unmeasured()
 # To ask whether there are GPUs must not start CUDA: the ranks that do start it are forked from here.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

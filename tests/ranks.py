@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 REAPED_WITHIN = 10.0
 """Seconds after which a killed rank is left behind: one that hangs in a driver's call may not end at all."""
@@ -50,6 +51,14 @@ def make_collections_rare() -> None:
     Tests for which cycles have to be gone collect them.
     """
     gc.set_threshold(50_000, 20, 50)
+
+
+def leave_guards_unmeasured() -> None:
+    """Have torch.compile log no time that guards take: for that it empties the processor's cache after each graph.
+
+    To compile a small graph takes twice as long with it. Called before ``torch._dynamo`` is imported.
+    """
+    torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0
 
 
 class RankFailure(AssertionError):
@@ -146,6 +155,7 @@ def _prepare(rank: int, request: Request, store: Path) -> None:
         torch._dynamo.utils.counters.clear()
         gc.collect()
         return
+    _share_a_device()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if request.gpus else "gloo",
         store=dist.FileStore(str(store), request.world),
@@ -153,6 +163,25 @@ def _prepare(rank: int, request: Request, store: Path) -> None:
         world_size=request.world,
         timeout=datetime.timedelta(seconds=request.timeout),
     )
+
+
+def _share_a_device() -> None:
+    """Have all groups of this rank use one device of gloo.
+
+    Each device has a thread that wakes up a hundred times a second, and ranks have dozens of groups of earlier tests.
+    ``later`` are arguments of torch 2.15, whose defaults stay.
+    """
+    device = distributed_c10d.ProcessGroupGloo.create_device(interface="lo")
+
+    class OnThatDevice(distributed_c10d.ProcessGroupGloo):
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **later: Any
+        ) -> None:
+            options = self._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnThatDevice
 
 
 def _strict_warnings(gpus: bool) -> None:

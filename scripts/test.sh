@@ -8,9 +8,9 @@
 #
 # VENV, CONSTRAINTS and EXTRAS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
 #
-# Without arguments for pytest, two pytest processes run side by side and take about as long: "ranks" runs the tests that
-# fork ranks or start training jobs, and those of docs/, "one" all others. The first stand in folders named
-# ranks, in tests/recipes and in torchtitan's folder.
+# Without arguments for pytest, two pytest processes run side by side and end together: "jobs" runs tests/recipes,
+# torchtitan's folder and tests/docs, "one" all others. Files of folders named ranks come last, and the process that
+# comes to one first runs it, see tests/lanes.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -39,22 +39,22 @@ if [ ${#arguments[@]} -gt 0 ]; then
     exec $python -m pytest -q "${selection[@]}" "${arguments[@]}"
 fi
 
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+logs=$(mktemp -d) taken=$(mktemp -d)
+trap 'rm -rf "$logs" "$taken"' EXIT
 run_lane() {  # name, arguments of pytest
     local name=$1
     shift
     # read and printf print whole lines, so that the two lanes do not cut each other's.
-    F8SUB_TEST_LANE=$name $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
+    F8SUB_TEST_LANE=$name F8SUB_TEST_TAKEN=$taken $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
+jobs=(tests/recipes tests/integrations/torchtitan tests/docs)
 mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
-with_ranks+=(tests/recipes tests/integrations/torchtitan tests/docs)
-run_lane ranks "${with_ranks[@]}" &
-ranks=$!
+run_lane jobs "${jobs[@]}" "${with_ranks[@]}" &
+other=$!
 status=0
-run_lane one tests "${with_ranks[@]/#/--ignore=}" || status=$?
-wait $ranks || status=$?
+run_lane one tests "${jobs[@]/#/--ignore=}" || status=$?
+wait $other || status=$?
 
 count() {  # the sum of what both lanes' last lines say, as in "5 passed, 1 failed in 3.2s"
     tail -qn 1 "$logs"/* | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'

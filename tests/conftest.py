@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreted import in_interpreter
+from tests.lanes import Lane
 from tests.ranks import Nursery, leave_guards_unmeasured, make_collections_rare
 from tests.reporting import GPU_TESTS, Reporting, gpu_tests_left_out
 
@@ -25,8 +26,11 @@ _nursery, _gpu_nursery = pytest.StashKey[Nursery](), pytest.StashKey[Nursery]()
 
 @pytest.hookimpl(trylast=True)  # after pytest made the reporter
 def pytest_configure(config: pytest.Config) -> None:
+    lane = Lane(Path(taken)) if (taken := os.environ.pop("F8SUB_TEST_TAKEN", None)) is not None else None
+    if lane is not None:
+        config.pluginmanager.register(lane)
     if config.get_verbosity() < 0 and not config.option.collectonly:
-        config.pluginmanager.register(Reporting(config))
+        config.pluginmanager.register(Reporting(config, lane))
     if torch.cuda.device_count() and not config.option.collectonly:
         nursery = config.stash[_gpu_nursery] = Nursery.start()  # before any test is imported
         config.add_cleanup(nursery.stop)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import Lane
+
 ROOT = Path(__file__).parents[1]
 GPU_TESTS = ROOT / "tests" / "cuda"
 LINES = 200
@@ -16,7 +18,8 @@ LINES = 200
 class Reporting:
     """A pytest plugin. ``F8SUB_TEST_LANE`` names the lane of ``scripts/test.sh`` in each of its lines."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, lane: Lane | None) -> None:
+        self._of_lane = lane
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
         # Failures are printed as they happen.
         self._terminal.summary_failures = self._terminal.summary_errors = lambda: None
@@ -55,7 +58,8 @@ class Reporting:
     def _end_file(self) -> None:
         if self._file:
             # Who shares the tests among processes of pytest-xdist has collected none.
-            share = f"{100 * self._done // self._all:3d} %  " if self._all else ""
+            done = self._done + (self._of_lane.passed_over if self._of_lane else 0)
+            share = f"{100 * done // self._all:3d} %  " if self._all else ""
             seconds = time.monotonic() - self._begun
             self._print(f"{share}{self._file}: {self._in_file} tests in {seconds:.1f} s")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from f8sub.delayed.state import states_of
 from f8sub.diagnostics.sample import Sample
@@ -66,16 +67,28 @@ class Graphs:
                 return self._run(*args)
 
 
-def train_graphed(rank: int, world: int, arguments: list[str], folder: Path) -> dict[str, Any]:
-    """As ``train``, in the order of calls that torchtitan has by default on a GPU; and ``kinds`` of its calls."""
+def train_graphed(
+    rank: int, world: int, arguments: list[str], folder: Path, usual: list[str] | None = None
+) -> dict[str, Any]:
+    """As ``train``, in the order of calls that torchtitan has by default on a GPU; and ``kinds`` of its calls.
+
+    With ``usual``, arguments of a second run, also ``launched``: its losses, of steps that are launched. It takes the
+    code that was compiled for the first, which knows hooks by their numbers.
+    """
     from torchtitan.distributed import cudagraph
+
+    first_hook = RemovableHandle.next_id
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "settles_at_once", True)
         trainer = trainer_of(rank, [*arguments, "training.disable_cuda_graphs=false"], folder)
         graphs = trainer.fwd_bwd_fn = Graphs(trainer.fwd_bwd_fn)
         patch.setattr(cudagraph._manager, "_wrappers", [graphs])
-        return gloo.train(trainer) | {"kinds": graphs.kinds}
+        found = gloo.train(trainer) | {"kinds": graphs.kinds}
+    if usual is not None:
+        RemovableHandle.next_id = first_hook
+        found["launched"] = train(rank, world, usual, folder)["losses"]
+    return found
 
 
 def ages(rank: int, world: int, arguments: list[str], folder: Path) -> list[int]:

@@ -41,7 +41,8 @@ class AttentionState(TrainingState):
         backward: one of ``BACKWARDS``.
         backend: one of ``BACKENDS``.
         min_length: shorter sequences stay in high precision.
-        reason: why the last call that was not compiled stayed in high precision; None where it did not, "" before.
+        reason: why the last call that trains and was not compiled stayed in high precision; None where it did not, ""
+            before. Until there is one, the last call of any kind.
         history: float32, (HISTORY, 4): amaxes of ``GRADIENTS``, newest first.
         saturated: float32, (4,): how many backwards had an amax that their scale did not hold. Not in the state dict.
         mark: one element, by which backward knows whether it ran before.
@@ -55,7 +56,7 @@ class AttentionState(TrainingState):
         super().__init__()
         self.fqn, self.backward, self.backend, self.min_length = fqn, backward, backend, min_length
         self.reason: str | None = ""
-        self._is_asked, self._squares = False, None
+        self._is_asked, self._squares, self._is_of_training = False, None, False
         # Not as inference tensors: backward writes to them.
         with torch.inference_mode(mode=False):
             for name, shape in (("history", (HISTORY, 4)), ("saturated", (4,)), ("mark", (1,))):
@@ -135,8 +136,8 @@ class AttentionState(TrainingState):
         q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
         reason = self.why_not(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
         # Past nn.Module's own assignment, which takes a microsecond. A trace may not write to what is outside of it.
-        if not torch.compiler.is_compiling():
-            self.__dict__["reason"] = reason
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or not self._is_of_training):
+            self.__dict__.update(reason=reason, _is_of_training=torch.is_grad_enabled())
         if reason is not None:
             return SDPA(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

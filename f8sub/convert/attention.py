@@ -54,7 +54,7 @@ from f8sub.convert.checks import refuse_sharded
 from f8sub.convert.patterns import matches
 from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
-from f8sub.torch_compat import change_and_restore, graph_task, remove_hook, running_ddp
+from f8sub.torch_compat import change_and_restore, constant_result, graph_task, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
 from f8sub.weights.precompute_scales import watch_optimizer_steps
 from f8sub.weights.weight import BESIDE, STATE, Anchor, WeightRecord, is_converted
@@ -604,9 +604,25 @@ def _anchored(model: torch.nn.Module, alone: dict[str, AttentionState]) -> Conve
     return conversion
 
 
+@constant_result
+def learn_replicas() -> bool:
+    """Have DDP's ranks share histories where they compile the whole model, whose hooks run in no forward.
+
+    While dynamo traces it is called as it is, on all ranks, because all of them begin with the same forward.
+    """
+    ddp = running_ddp()
+    inside = set() if ddp is None else set(ddp.module.modules())
+    for model, followers in Conversion.followed.items():
+        for follower in followers if model in inside else ():
+            if (conversion := follower()) is not None:
+                conversion.guest(SharedAttention).saw_forward()
+    return ddp is not None
+
+
 def share_attention_hook(conversion: Conversion, module: torch.nn.Module, args: Any) -> None:
     """Find in a forward pre-hook which ranks share histories of attention; removed once that is known."""
     if torch.compiler.is_compiling():
+        learn_replicas()
         return
     if not conversion.alive:
         # A copy of a model without layers, whose conversion has not seen the copies of its parameters.

@@ -28,7 +28,8 @@ __all__ = ["Float8Callback", "Float8TrainingConfig", "attend_causally"]
 def attend_causally(model: PreTrainedModel) -> None:
     """Have a decoder of transformers attend causally without a mask.
 
-    For training on whole sequences, without padding and without several sequences in one. The result is that of
+    For training on whole sequences, without padding and without several sequences in one. A call with ``cu_seq_lens_q``
+    is an error, and the first one with ``position_ids`` that begin again. The result is that of
     ``attn_implementation="sdpa"``, bitwise. Without a cache transformers looks at the positions in each forward,
     whether they are of one sequence, and the host waits for the GPU there (5.24). In a CUDA graph it cannot look, and
     gives attention a mask, with which it is slower and rounds otherwise. So ``graph_step`` asks for this.
@@ -38,7 +39,7 @@ def attend_causally(model: PreTrainedModel) -> None:
 
     Raises:
         Float8ConfigError: no model of transformers, or one whose layers attend to a window or in chunks, and need
-            a mask.
+            a mask. Later, in a forward: several sequences in one.
     """
     if not isinstance(model, PreTrainedModel):
         raise Float8ConfigError(f"attend_causally takes a model of transformers, got {shown(model)}")
@@ -53,6 +54,31 @@ def attend_causally(model: PreTrainedModel) -> None:
         )
     AttentionInterface.register(WITHOUT_MASK, by_state(sdpa_attention_forward))
     model.set_attn_implementation(WITHOUT_MASK)
+    hooks: Any = model._forward_pre_hooks.values()
+    if not any(isinstance(hook, _RefusePacked) for hook in hooks):
+        model.register_forward_pre_hook(_RefusePacked(), with_kwargs=True)
+
+
+class _RefusePacked:
+    """Raises in a forward pre-hook where tokens of several sequences would attend to each other."""
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    def __call__(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        packed = kwargs.get("cu_seq_lens_q") is not None
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and not self._looked:
+            # Once: the host waits for the GPU here, and a run packs in all steps or in none.
+            self._looked = True
+            packed = packed or bool((positions.diff(dim=-1) < 0).any())
+        if packed:
+            raise Float8ConfigError(
+                f"attend_causally: the batch of {type(model).__name__} has several sequences in one, which would "
+                "attend to each other without a mask; train on whole sequences, or leave attn_implementation='sdpa'"
+            )
 
 
 class Float8Callback(TrainerCallback, ExportableState):

@@ -73,3 +73,19 @@ def test_models_that_need_a_mask_are_an_error(kind, options, said):
 def test_a_model_of_another_library_is_an_error():
     with pytest.raises(f8sub.Float8ConfigError, match="a model of transformers, got"):
         attend_causally(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("packed", ["position_ids", "cu_seq_lens_q"])
+def test_several_sequences_in_one_are_an_error(packed):
+    model = made("Llama")
+    attend_causally(model)
+    attend_causally(model)
+    ids = torch.randint(64, (1, 16), generator=generator(0))
+    whole = {"position_ids": torch.arange(3, 19)[None]} if packed == "cu_seq_lens_q" else {}
+    model(input_ids=ids, **whole)
+    given = {
+        "position_ids": torch.cat([torch.arange(6), torch.arange(10)])[None],
+        "cu_seq_lens_q": torch.tensor([0, 6, 16], dtype=torch.int32),
+    }
+    with pytest.raises(f8sub.Float8ConfigError, match="LlamaForCausalLM has several sequences in one"):
+        model(input_ids=ids, **{packed: given[packed]})

@@ -5,6 +5,7 @@ import datetime
 import functools
 import pickle
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from f8sub.attention.state import CHILD
 from f8sub.weights import agreement
 from tests.attention.models import WIDTH, blocks, same, tokens
 from tests.graphs.tape import imitate
+from tests.selection import long_but
 from tests.wire import Wire
 
 ENTRIES = 16 * 4
@@ -266,6 +268,37 @@ def test_a_resumed_run_is_bitwise_the_same(rank, world, how, recipe, tmp_path):
         torch.equal(a, b) if isinstance(a, torch.Tensor) else True
         for a, b in zip(expected, found, strict=True)
     )
+
+
+def compiled_whole(made: nn.Module, how: str) -> nn.Module:
+    compile = functools.partial(torch.compile, backend="eager")
+    if how == "in place":
+        made.compile(backend="eager")
+    if how == "inside":
+        return DistributedDataParallel(compile(made))
+    return compile(DistributedDataParallel(made)) if how == "outside" else DistributedDataParallel(made)
+
+
+@pytest.mark.parametrize(
+    ("how", "recipe"),
+    long_but([("inside", None)], product(("inside", "outside", "in place"), (None, "tensorwise"))),
+)
+def test_models_that_are_compiled_whole_under_ddp_share_them(rank, world, how, recipe):
+    """No hook of theirs runs in a forward."""
+    torch._dynamo.reset()
+    made = blocks(1)
+    if recipe is not None:
+        f8sub.convert_to_float8(made, recipe, min_dim=0, backend="reference")
+    f8sub.attend_in_float8(made, backend="reference", min_length=0)
+    call = compiled_whole(made, how)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+    for step in range(2):
+        call(data_of(rank, "ddp", step)).square().mean().backward()
+        before = histories(made)
+        optimizer.step()
+        dist.all_reduce(before, dist.ReduceOp.MAX)
+        assert torch.equal(histories(made), before)
+    assert (before[:, :2] > 0).all()
 
 
 def saved_by_two(rank: int, world: int, folder: Path) -> torch.Tensor:

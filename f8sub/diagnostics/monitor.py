@@ -32,7 +32,6 @@ from f8sub.gradients.reduction import measured_by_module
 from f8sub.host_copy import HostCopy
 from f8sub.linear.converted import ConvertedModule
 
-
 MOST_ROWS = 100_000
 """Rows that a ``Monitor`` holds in memory, where each takes about 500 bytes; writers have all."""
 

@@ -125,7 +125,17 @@ def test_a_long_run_holds_a_bounded_number_of_rows_and_writes_all(monkeypatch):
             loss_of(model, step, 0).backward()
         monitor.flush()
     assert written == list(range(9))
-    assert held == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 2, 4], [0, 2, 4, 5], [0, 4, 6], [0, 4, 6, 7], [0, 6, 8]]
+    assert held == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 2, 4],
+        [0, 2, 4, 5],
+        [0, 4, 6],
+        [0, 4, 6, 7],
+        [0, 6, 8],
+    ]
     assert monitor.rows is same
     assert len(same) == 3 * 42
 

@@ -59,7 +59,9 @@ SIZES = {
 
 MLA = {"head_dim": None, "num_key_value_heads": HEADS}
 OTHER = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4"), MLA),
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4"), MLA
+    ),
     **dict.fromkeys(("sarvam_mla", "youtu"), MLA),
     # One layer of full attention, where the type's own pattern has it after more layers.
     **dict.fromkeys(
@@ -162,7 +164,17 @@ MANY = (
     ),
     *("qwen3_moe", "recurrent_gemma", "rwkv", "t5", "vit"),
     # New in transformers 5.6 to 5.24.
-    *("axk2", "bailing_hybrid", "beam", "deepseek_v4", "dory", "flint", "gemma4_text", "granite_swa", "hy_v4"),
+    *(
+        "axk2",
+        "bailing_hybrid",
+        "beam",
+        "deepseek_v4",
+        "dory",
+        "flint",
+        "gemma4_text",
+        "granite_swa",
+        "hy_v4",
+    ),
     *("kimi_linear", "kolibri1", "lara_mini", "lfm3", "minimax_m3_vl_text", "neomme", "qwen4_exp_text"),
     *("sarvam_mla", "sarvam_moe", "ultrabert", "zaya"),
 )

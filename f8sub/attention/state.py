@@ -136,6 +136,7 @@ class AttentionState(TrainingState):
         q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
         reason = self.why_not(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
         # Past nn.Module's own assignment, which takes a microsecond. A trace may not write to what is outside of it.
+        # Evaluation has other lengths and masks: its reason does not tell why training is not in float8.
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or not self._is_of_training):
             self.__dict__.update(reason=reason, _is_of_training=torch.is_grad_enabled())
         if reason is not None:

@@ -82,3 +82,16 @@ def test_sharded_heads_of_dtensors_stay(rank, world):
     state = getattr(model[0], CHILD)
     q = DTensor.from_local(torch.randn(1, 2, 8, 16), mesh, [Shard(1)])
     assert "DTensors" in state.why_not(q, q, q)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "heads"])
+def test_a_model_that_is_sharded_is_an_error(rank, world, how):
+    """The ranks that share its histories were to be known."""
+    model = blocks()
+    if how == "fsdp":
+        fully_shard(model)
+    else:
+        parallelize_module(model[0], init_device_mesh("cpu", (world,)), {"attention.q": ColwiseParallel()})
+    with pytest.raises(f8sub.Float8ConfigError, match=r"is already sharded .*: call attend_in_float8 before"):
+        in_float8(model)
+    assert not any(hasattr(module, CHILD) for module in model.modules())

@@ -29,7 +29,7 @@ from f8sub.tensor import aten_ops  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
 from f8sub.torch_compat import constant_result, graph_task, no_torch_function, saved_tensors_hook
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import Weight, local_tensor, own_parameter
+from f8sub.weights.weight import Weight, held_parameter, local_tensor, own_parameter
 
 MULTIPLE_OF_RANK = 8
 """torch's grouped product on a GPU takes dimensions that are multiples of this: in bfloat16, rows of 16 bytes."""
@@ -292,16 +292,23 @@ def owner_of(weight: torch.Tensor) -> Any:
             raise Float8ConfigError(found)
         return found
     for module in _modules:
-        own = (own_parameter(module, name) for name in module._f8sub.weights)
-        if any(weight is parameter or weight._base is parameter for parameter in own):
+        if any(weight is parameter or weight._base is parameter for parameter in _held(module)):
             return module
     # Only backward repeats products; outside of it the weight is the caller's own tensor.
     if graph_task() == -1:
         return None
     for module in _modules:
-        if name_in(module, weight) is not None:
+        if any(is_of(weight, parameter) for parameter in _held(module)):
             return module
     return _owner_of_copy(weight)
+
+
+def _held(module: Any) -> list[torch.Tensor]:
+    """Return the weights of a module that another one's forward may look at.
+
+    What a parametrization computes is another tensor each time, and would be an operator more of that forward.
+    """
+    return [p for name in module._f8sub.weights if (p := held_parameter(module, name)) is not None]
 
 
 class _Known(NamedTuple):

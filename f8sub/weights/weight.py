@@ -344,11 +344,20 @@ def local_tensor(weight: torch.Tensor) -> torch.Tensor:
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return a module's parameter, whatever parametrizations make of it; or what they, or pruning, made of several."""
+    held = held_parameter(module, name)
+    found: torch.Tensor = getattr(module, name) if held is None else held
+    return found
+
+
+def held_parameter(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return what ``own_parameter`` does, but None where a parametrization would compute it from several."""
     if (parameter := module._parameters.get(name)) is not None:
         return parameter
     lists: Any = module._modules.get("parametrizations")
-    original = getattr(lists[name], "original", None) if lists is not None and name in lists else None
-    found: torch.Tensor = getattr(module, name) if original is None else original
+    if lists is not None and name in lists:
+        return getattr(lists[name], "original", None)
+    # Pruning and the older norms leave what they computed there.
+    found: torch.Tensor | None = vars(module).get(name)
     return found
 
 

@@ -111,7 +111,7 @@ def test_what_is_repeated_is_what_ran(recipe, around):
 
 @pytest.mark.parametrize("around", [non_reentrant, selective], ids=["non_reentrant", "selective"])
 def test_weights_of_another_module_are_not_computed(around):
-    """A repeated product is asked for its module among all; to compute a normed weight there would be an operator more."""
+    """A repeated product looks for its module among all; to compute a normed weight there is an operator more."""
     other = converted(Experts)
     for name in ("up", "down"):
         nn.utils.parametrizations.weight_norm(other[0], name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,11 +149,13 @@ def _hidden(file: Path, folder: Path) -> bool:
 
 
 def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-    return sorted(
-        path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts[:-1])
-    )
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        # What is installed may be a hundred times as many files; they are not looked at.
+        folders[:] = [name for name in folders if name not in left_out]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(paths)
 
 
 def _text_pieces(path: Path) -> Iterator[str]:

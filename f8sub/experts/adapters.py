@@ -306,7 +306,8 @@ def owner_of(weight: torch.Tensor) -> Any:
 def _held(module: Any) -> list[torch.Tensor]:
     """Return the weights of a module that another one's forward may look at.
 
-    What a parametrization computes is another tensor each time, and would be an operator more of that forward.
+    What a parametrization computes is another tensor each time, no Weight, and would be an operator more of that
+    forward.
     """
     return [p for name in module._f8sub.weights if (p := held_parameter(module, name)) is not None]
 
@@ -343,10 +344,7 @@ def _named_like(*shape: int) -> str:
         lambda: [
             module
             for module in _modules
-            if any(
-                sorted(own_parameter(module, name).shape[1:]) == sorted(shape[1:])
-                for name in module._f8sub.weights
-            )
+            if any(sorted(parameter.shape[1:]) == sorted(shape[1:]) for parameter in _held(module))
         ]
     )
     fqns = ", ".join(sorted({module._f8sub.fqn for module in found}))

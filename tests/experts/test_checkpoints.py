@@ -109,16 +109,6 @@ def test_what_is_repeated_is_what_ran(recipe, around):
     assert equal(results(converted(Experts, around, recipe)), results(converted(Experts, None, recipe)))
 
 
-@pytest.mark.parametrize("around", [non_reentrant, selective], ids=["non_reentrant", "selective"])
-def test_weights_of_another_module_are_not_computed(around):
-    """A repeated product looks for its module among all; to compute a normed weight there is an operator more."""
-    other = converted(Experts)
-    for name in ("up", "down"):
-        nn.utils.parametrizations.weight_norm(other[0], name)
-    assert equal(results(converted(Experts, around)), results(converted(Experts)))
-    assert equal(results(other), results(other))
-
-
 @on_each_checkpoint
 @pytest.mark.parametrize("kind", [Copies, Handed])
 def test_copies_and_weights_that_are_handed_over(kind, around):
@@ -294,3 +284,15 @@ def test_equal_modules_share_their_code():
         layer.compile(backend="aot_eager", fullgraph=True)
     results(model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiler", [lambda around: around, within_compiled], ids=["launched", "compiled"])
+@pytest.mark.parametrize("around", [non_reentrant, selective], ids=["non_reentrant", "selective"])
+def test_weights_of_another_module_are_not_computed(around, compiler):
+    """A repeated product looks for its module among all; to compute a normed weight there is an operator more."""
+    other = converted(Experts)
+    for name in ("up", "down"):
+        nn.utils.parametrizations.weight_norm(other[0], name)
+    assert equal(results(converted(Experts, compiler(around))), results(converted(Experts)))
+    assert equal(results(other), results(other))

@@ -110,7 +110,8 @@ def train(
 
 def run(rank: int, how: str, **options: Any) -> tuple[nn.Module, Any, list]:
     model = options.pop("model", None) or model_of(how, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learning, lr=0.05, momentum=0.9)
     if how not in ("ddp", "heads"):
         f8sub.precompute_scales(model)
     return model, optimizer, train(model, optimizer, rank, how, range(2))

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import f8sub
 from scripts.tables import data_flow, drawing, loss_1b, loss_curves, whole_run
 from tests.docs.pages import PAGES, ROOT, links
 
@@ -59,6 +60,38 @@ def test_the_readmes_table_has_the_default_first_and_no_options():
     assert table.rows[0][0] == "**f8sub tensorwise** (default)"
     assert not [cell for row in table.rows for cell in row if "," in row[0] or cell == "-"]
     assert len(whole_run.options_table(whole_run.read()).rows) == 5
+
+
+def costs(recipe: str) -> list[float]:
+    """Per cent of the default's throughput that a recipe lost, in each table of whole runs that has both."""
+    found = []
+    for page in ("several_gpus", "whole_runs"):
+        for table in (ROOT / f"docs/measurements/{page}.md").read_text().split("\n\n"):
+            rows = re.findall(r"^\| f8sub `(\w+)` \| ([\d,]+) \(", table, re.MULTILINE)
+            speeds = {name: int(speed.replace(",", "")) for name, speed in rows}
+            if {recipe, "tensorwise"} <= speeds.keys():
+                found.append(100 - 100 * speeds[recipe] / speeds["tensorwise"])
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "gridquant"])
+def test_what_a_recipe_costs_is_what_was_measured(recipe):
+    for page in ("README.md", "docs/recipes.md"):
+        (row,) = re.findall(rf"^\|.*`{recipe}` \|.*% of speed.*$", (ROOT / page).read_text(), re.MULTILINE)
+        least, most = map(int, re.search(r"(\d+) to (\d+) % of speed", row).groups())
+        assert round(min(costs(recipe))) == least
+        assert all(least <= round(cost) <= most for cost in costs(recipe))
+
+
+def test_what_blackwell_is_predicted_to_gain_is_what_pages_say():
+    found = f8sub.estimate("llama3-8b")
+    speeds = {name: found.of("B200", name).step for name in ("mxfp8", "nvfp4", "tensorwise")}
+    assert speeds["mxfp8"] < 1 < speeds["nvfp4"] < speeds["tensorwise"]
+    for page, words in {
+        "README.md": "`mxfp8` has no fast cast kernels yet, and `inspect` predicts it slower than bf16",
+        "docs/estimate.md": "on Blackwell `mxfp8` is predicted slower than bf16, and `nvfp4` slower than `tensorwise`",
+    }.items():
+        assert words in " ".join((ROOT / page).read_text().split())
 
 
 def test_pictures_are_drawn(tmp_path):

@@ -25,7 +25,7 @@ from queue import Queue
 ROOT = Path(__file__).parents[1]
 COPIED = (
     *("f8sub", "tests", "recipes", "scripts", "docs", ".ci", "pyproject.toml", "constraints.txt"),
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "mkdocs.yml", "findings"),
 )
 """All that tests read."""
 SECONDS = 600

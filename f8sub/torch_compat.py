@@ -16,12 +16,16 @@ dynamo, no version to 2.15 counts their FLOPs, and checkpointing policies that o
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import inspect
 import logging
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -162,6 +166,7 @@ GATHER = Need(
         "torch.distributed._composable_state._module_state_mapping": "",
         "torch.distributed.distributed_c10d._get_default_store": "",
         "torch.distributed.distributed_c10d._get_object_coll_device": "group",
+        "torch.distributed.distributed_c10d._process_group_name": "ranks use_hashed_name",
         "torch.distributed.distributed_c10d._world.pg_map": "",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
         "torch.ops.fsdp.all_gather_copy_in.default": (
@@ -352,6 +357,7 @@ _no_modes = _private("torch.utils._python_dispatch._disable_current_modes")
 all_reduce_node = _private("torch.ops._c10d_functional.all_reduce.default")
 reduce_scatter_node = _private("torch.ops._c10d_functional.reduce_scatter_tensor.default")
 running_ddp = _private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
+_torchs_group_name = _private("torch.distributed.distributed_c10d._process_group_name")
 _fsdp_states = _private("torch.distributed._composable_state._module_state_mapping")
 
 
@@ -410,6 +416,36 @@ def default_store() -> Any:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Return whether the group was destroyed neither by itself nor with the default one."""
     return group in distributed_c10d._world.pg_map
+
+
+_name_of_next: ContextVar[str | None] = ContextVar("name_of_next_group", default=None)
+_groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many groups of the same ranks there were since the default group was made, by that."""
+
+
+def new_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+    """Return a process group of ranks that call this together, in an order that they share; no other rank has to.
+
+    ``dist.new_group(use_local_synchronization=True)`` (2.11 to 2.15) makes a group's name of the number of groups that
+    the rank is in. Members that are in different numbers of groups would wait for each other under two names, until the
+    time is out; and after ``destroy_process_group(group)`` a name comes back, with an old group's keys in the store.
+    """
+    members = sorted(ranks)
+    if distributed_c10d._process_group_name is not _group_name:
+        distributed_c10d._process_group_name = _group_name
+    names = _groups_made.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), Counter())
+    names[name := f"f8sub-{hashlib.sha256(str(members).encode()).hexdigest()[:16]}"] += 1
+    before = _name_of_next.set(f"{name}-{names[name]}")
+    try:
+        return dist.new_group(members, use_local_synchronization=True)  # type: ignore[no-any-return]
+    finally:
+        _name_of_next.reset(before)
+
+
+def _group_name(*args: Any, **kwargs: Any) -> Any:
+    """Return a group's name: f8sub's where ``new_group`` makes it, torch's own otherwise."""
+    name = _name_of_next.get()
+    return _torchs_group_name(*args, **kwargs) if name is None else name
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -26,6 +26,7 @@ from f8sub.torch_compat import (
     all_gather,
     chunk_cat,
     is_alive,
+    new_group,
     reduce_dtype,
     reduce_scatter,
     reduce_scatter_of,
@@ -339,7 +340,7 @@ def _made(ranks: tuple[int, ...], local: int) -> Hops:
         return known
     host, place = divmod(ranks.index(dist.get_rank()), local)
     # Ranks [hosts, local]: this host's row, and this place's column.
-    within = dist.new_group(list(ranks[host * local : (host + 1) * local]), use_local_synchronization=True)
-    across = dist.new_group(list(ranks[place::local]), use_local_synchronization=True)
+    within = new_group(ranks[host * local : (host + 1) * local])
+    across = new_group(ranks[place::local])
     _groups[ranks, local] = Hops(within, across)
     return _groups[ranks, local]

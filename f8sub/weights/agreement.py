@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from f8sub.torch_compat import default_store, is_alive
+from f8sub.torch_compat import default_store, is_alive, new_group
 
 PATIENCE = datetime.timedelta(seconds=3)
 """How long a rank waits for the others before all of them do without."""
@@ -185,7 +185,7 @@ class _Pool:
 
     def _new_slot(self) -> _PooledGroup:
         # Synchronized by these ranks only: other ranks of the job do not come here.
-        self.slots.append(_PooledGroup(dist.new_group(list(self._ranks), use_local_synchronization=True)))
+        self.slots.append(_PooledGroup(new_group(self._ranks)))
         return self.slots[-1]
 
 

@@ -161,3 +161,26 @@ def test_process_groups_that_were_destroyed_are_not_used_again(rank, world, tmp_
         store = dist.FileStore(f"{folder}/store{life}", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     assert found == [True] * 6
+
+
+@pytest.mark.own_ranks  # whose groups these are the first of
+@pytest.mark.parametrize("world", [3])
+@pytest.mark.parametrize("reduced", [False, True], ids=["weights", "gradients"])
+def test_ranks_are_in_different_numbers_of_groups(rank, world, reduced):
+    """One is in a group of its own, as of a logger, and one left such a group."""
+    for one in range(2):
+        group = dist.new_group([one])
+        if rank == one == 1:
+            dist.destroy_process_group(group)
+    model = shard(model_of())
+    if reduced:
+        f8sub.reduce_gradients_in_float8(model, ranks_per_host=1)
+    f8sub.precompute_scales(model)
+    x = gaussian((4, 16), generator(1))
+    y = model(x)
+    assert torch.equal(y, model_of()(x))
+    y.backward(dy_of(y))
+    names = sorted(dist.distributed_c10d._world.pg_names.values())
+    gathered: list[list[str]] = [[]] * world
+    dist.all_gather_object(gathered, [name for name in names if name.startswith("f8sub")])
+    assert gathered[0] == gathered[1] == gathered[2] != []

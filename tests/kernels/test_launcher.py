@@ -85,6 +85,7 @@ def launched_twice(words: str) -> None:
     from tests.kernels.compiled import cases
 
     case = next(case for case in cases.cases(cases.WHOLE) if case.words == words)
+    _seen.clear()
     by_triton = compiled_by_triton()
     for launch in case.launches():
         for _ in range(2):
@@ -140,8 +141,8 @@ def other_arguments() -> None:
     assert not {kernel for kernel, _ in _taken()} & set(kernels)
 
 
-def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(process):
-    process(other_arguments)
+def test_other_dtypes_alignments_shapes_and_formats_are_other_kernels(fresh_process):
+    fresh_process(other_arguments)
 
 
 def rows_of_steps() -> None:

@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 from f8sub_pretrain.checkpoint import Checkpoints
 
 from scripts.tables import corruption
 
 
 def outcomes(rank: int, world: int, folder: str, count: int, blind: bool) -> dict[str, int]:
-    if blind:
-        Checkpoints.problem = lambda self, name: ""
-    found = corruption.of_checkpoints(Path(folder), count, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if blind:
+            patch.setattr(Checkpoints, "problem", lambda self, name: "")
+        found = corruption.of_checkpoints(Path(folder), count, seed=1)
     outcomes = {outcome for of in found.values() for outcome in of}
     return {outcome: sum(of.get(outcome, 0) for of in found.values()) for outcome in outcomes}
 

@@ -429,16 +429,22 @@ def new_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     ``dist.new_group(use_local_synchronization=True)`` (2.11 to 2.15) makes a group's name of the number of groups that
     the rank is in. Members that are in different numbers of groups would wait for each other under two names, until the
     time is out; and after ``destroy_process_group(group)`` a name comes back, with an old group's keys in the store.
+    Where ``init_process_group`` was given a ``device_id``, it also splits NCCL's communicator, which all ranks of the
+    job would have to do.
     """
     members = sorted(ranks)
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
     if distributed_c10d._process_group_name is not _group_name:
         distributed_c10d._process_group_name = _group_name
-    names = _groups_made.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), Counter())
+    names = _groups_made.setdefault(world, Counter())
     names[name := f"f8sub-{hashlib.sha256(str(members).encode()).hexdigest()[:16]}"] += 1
-    before = _name_of_next.set(f"{name}-{names[name]}")
+    before, device = _name_of_next.set(f"{name}-{names[name]}"), world.bound_device_id
     try:
+        if len(members) < world.size():
+            world.bound_device_id = None
         return dist.new_group(members, use_local_synchronization=True)  # type: ignore[no-any-return]
     finally:
+        world.bound_device_id = device
         _name_of_next.reset(before)
 
 

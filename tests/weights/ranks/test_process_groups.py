@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
+from f8sub.torch_compat import new_group
 from f8sub.weights.exchange import Exchange
 from tests.data_sets import gaussian, generator
 from tests.layers import dy_of
@@ -184,3 +185,21 @@ def test_ranks_are_in_different_numbers_of_groups(rank, world, reduced):
     gathered: list[list[str]] = [[]] * world
     dist.all_gather_object(gathered, [name for name in names if name.startswith("f8sub")])
     assert gathered[0] == gathered[1] == gathered[2] != []
+
+
+@pytest.mark.own_ranks  # whose default group is changed
+@pytest.mark.parametrize("world", [3])
+def test_a_group_of_some_ranks_is_not_split_from_all_of_them(rank, world, monkeypatch):
+    """As after ``init_process_group(device_id=...)``: to split is a collective of all ranks, which do not come."""
+    asked = []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+    everybody, device = dist.group.WORLD, torch.device("cuda", rank)
+    everybody.bound_device_id = device
+    if rank:
+        group = new_group([1, 2])
+        found = torch.tensor([rank])
+        dist.all_reduce(found, group=group)
+        assert found.item() == 3
+    assert asked == []
+    assert everybody.bound_device_id == device
+    everybody.bound_device_id = None

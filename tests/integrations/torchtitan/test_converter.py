@@ -89,13 +89,14 @@ def test_ready_made_configs_of_other_models_too(name, left):
 @pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b", "llama3_405b", "qwen3_32b", "deepseek_v3_16b"])
 def test_large_ready_made_configs_are_torchtitans_own_with_float8(name):
     from torchtitan.components.quantization import float8
-    from torchtitan.models import deepseek_v3, llama3, qwen3
+    from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+    from torchtitan.models.llama3 import config_registry as llama3
+    from torchtitan.models.qwen3 import config_registry as qwen3
 
     from f8sub import titan
 
     float8.has_cuda_capability = lambda *_: True  # torchtitan's own float8, in its 405B, asks for it
-    registries = (module.config_registry for module in (llama3, qwen3, deepseek_v3))
-    stock = next(getattr(registry, name)() for registry in registries if hasattr(registry, name))
+    stock = next(getattr(each, name)() for each in (llama3, qwen3, deepseek_v3) if hasattr(each, name))
     config = getattr(titan, f"{name}_f8sub")()
     assert isinstance(config.model_spec.model, type(stock.model_spec.model))
     fields = ("training", "parallelism", "optimizer", "lr_scheduler", "hf_assets_path", "checkpoint", "loss")

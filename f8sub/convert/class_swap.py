@@ -37,8 +37,9 @@ def plain_class(layer: Float8Linear) -> type[torch.nn.Linear]:
 
 
 def plain_class_of(cls: type[Float8Linear]) -> type[torch.nn.Linear]:
-    """Return the class that turned into ``cls``."""
-    return torch.nn.Linear if cls is Float8Linear else cls.__bases__[0]
+    """Return the class that turned into ``cls``, before which FSDP2 or a parametrization may have put its own."""
+    converted = {made: plain for plain, made in _made.items()}
+    return next(converted[base] for base in cls.__mro__ if base in converted)
 
 
 def _reduce(layer: Float8Linear, protocol: Any) -> Any:

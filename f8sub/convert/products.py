@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.experts.seams import EXPERTS, seam_of
-from f8sub.weights.weight import STATE, is_converted, own_parameter
+from f8sub.weights.weight import MADE_OF, STATE, is_converted, own_parameter, parameters_of
 
 if TYPE_CHECKING:
     from f8sub.estimator.counted_forward import Count
@@ -118,7 +118,7 @@ def products_of(module: torch.nn.Module, fqn: str = "") -> Iterator[ModuleProduc
     elif (seam := seam_of(module)) is not None:
         weights, grouped = seam.weights_of(module), True
         # Whatever else has such a name is no weight of experts.
-        weights = {name: how for name, how in weights.items() if is_stacked(getattr(module, name, None))}
+        weights = {name: how for name, how in weights.items() if _is_stacked_in(module, name)}
     else:
         return
     for attribute, transposed in weights.items():
@@ -130,6 +130,11 @@ def products_of(module: torch.nn.Module, fqn: str = "") -> Iterator[ModuleProduc
 def is_stacked(weight: object) -> bool:
     """Return whether a weight has three dimensions, one matrix for each expert."""
     return isinstance(weight, torch.Tensor) and weight.dim() == 3
+
+
+def _is_stacked_in(module: torch.nn.Module, name: str) -> bool:
+    made_of = parameters_of(module, name)
+    return any(map(is_stacked, made_of)) if made_of else is_stacked(getattr(module, name, None))
 
 
 HEAD_SIZE = 128
@@ -291,7 +296,9 @@ def linear_products(
         head = getattr(modules.get(parent), "head_dim", None)
         places = reasons.get(fqn), reads, reads_attention(layer_name), block_of(fqn)
         head = head if isinstance(head, int) else HEAD_SIZE
-        found.append(Product(fqn, *sizes, *places, head, frozen=are_frozen(model, [layer.weight])))
+        found.append(
+            Product(fqn, *sizes, *places, head, frozen=are_frozen(model, parameters_of(layer, "weight")))
+        )
     return found
 
 
@@ -319,7 +326,7 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
         uses = experts * (active_share(model, fqn, experts) or 1.0)
         sizes = rows, cols, uses, weight.numel()
         places = reason, reads, False, block_of(full)
-        frozen = are_frozen(model, [getattr(module, name)])
+        frozen = are_frozen(model, parameters_of(module, name))
         found.append(Product(full, *sizes, *places, experts=experts, transposed=transposed, frozen=frozen))
     return found
 
@@ -450,9 +457,6 @@ NOT_MULTIPLIED = ("embedding", "norm")
 """Classes with these words in their names have weights of two dimensions that no GEMM reads."""
 
 
-MADE_OF = ("_orig", "_g", "_v")
-"""Ends of the names of parameters of which ``torch.nn.utils`` computes a weight: pruning, older norms."""
-
 NOT_REGISTERED = "if these are experts, f8sub.register_experts lets them be converted"
 """Why weights of three dimensions stay in high precision whose class is not known."""
 
@@ -488,10 +492,15 @@ def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tup
     Found are those that were counted, whatever they are. By their shapes and classes, counted or not, are found weights
     of three dimensions, as experts have them, unless the first is 1, as position embeddings have it; those of
     ``nn.MultiheadAttention``, of recurrent layers and of convolutions; and a parameter ``weight`` of two dimensions, as
-    Conv1D and routers of transformers have it, unless the class is an embedding or a norm.
+    Conv1D and routers of transformers have it, unless the class is an embedding or a norm. What computes the weight of
+    a linear layer or of experts multiplies by it where that was counted.
     """
     found = []
+    computing = _parametrizations(model)
     for fqn, module, own in _own_weights(model):
+        # Their parameters are those of the layer's own product.
+        if fqn in computing and (counted is None or not any(counted.of_module(fqn))):
+            continue
         # Of experts the products that they make; a weight that something computes is no parameter of theirs.
         products = {product.attribute: product.weight for product in products_of(module, fqn)}
         read = {name: w for name, w in products.items() if name in own or name not in module._parameters}
@@ -507,11 +516,13 @@ def other_weights(model: torch.nn.Module, counted: "Count | None" = None) -> tup
 
 def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
     """Return names and sizes of parameters whose shapes and classes do not tell how often they are multiplied by."""
+    known = _parametrizations(model)
     return {
         f"{fqn}.{name}" if fqn else name: parameter.numel()
         for fqn, module, own in _own_weights(model)
         for name, parameter in own.items()
         if parameter.dim() > 1
+        and fqn not in known
         and not any(word in type(module).__name__.lower() for word in NOT_MULTIPLIED)
         and (name not in _read_by_gemms(module, own) or isinstance(module, CONVOLUTIONS))
     }
@@ -520,17 +531,11 @@ def unknown_weights(model: torch.nn.Module) -> dict[str, int]:
 def _own_weights(
     model: torch.nn.Module,
 ) -> Iterator[tuple[str, torch.nn.Module, dict[str, torch.nn.Parameter]]]:
-    """Yield each module that is no nn.Linear, with the parameters that no module before it has.
-
-    Parametrizations of experts' weights are left out: their parameters are those of the experts' products.
-    """
+    """Yield each module that is no nn.Linear, with the parameters that no module before it has."""
     seen: set[int] = set()
-    parametrized: set[str] = set()
     for fqn, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) or fqn in parametrized:
+        if isinstance(module, torch.nn.Linear):
             continue
-        attributes = (product.attribute for product in products_of(module))
-        parametrized |= {f"{fqn}.parametrizations.{name}".lstrip(".") for name in attributes}
         own = {
             name: parameter
             for name, parameter in module.named_parameters(recurse=False)
@@ -538,6 +543,18 @@ def _own_weights(
         }
         seen.update(map(id, own.values()))
         yield fqn, module, own
+
+
+def _parametrizations(model: torch.nn.Module) -> set[str]:
+    """Return the names of the modules that compute weights of linear layers and experts.
+
+    Their parameters are those of these layers' products.
+    """
+    return {
+        f"{fqn}.parametrizations.{product.attribute}".lstrip(".")
+        for fqn, module in model.named_modules()
+        for product in products_of(module)
+    }
 
 
 CONVOLUTIONS = (
@@ -578,7 +595,8 @@ def _described(
     if isinstance(module, CONVOLUTIONS) and counted is None:
         detail = f"{detail}; its FLOPs depend on its input and are not counted"
         return OtherWeights(fqn or ROOT, shapes, parameters, None, detail)
-    if len(shapes[0]) == 3 and not isinstance(module, (*CONVOLUTIONS, *MATRICES)):
+    computes = torch.nn.utils.parametrize.ParametrizationList
+    if len(shapes[0]) == 3 and not isinstance(module, (*CONVOLUTIONS, *MATRICES, computes)):
         experts = shapes[0][0]
         share = active_share(model, fqn, experts)
         used = f"{round(share * experts)} of {experts} used by a token" if share else f"all {experts} counted"

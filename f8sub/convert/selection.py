@@ -34,7 +34,7 @@ from f8sub.linear.float8_linear import Float8Linear
 from f8sub.linear.saved_input import AUTO
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
-from f8sub.weights.weight import is_converted, is_of_tensors
+from f8sub.weights.weight import is_converted, is_of_tensors, parameters_of
 
 FilterFn = Callable[[torch.nn.Module, str], bool]
 
@@ -186,6 +186,8 @@ def why_not_experts(module: torch.nn.Module) -> str | None:
     seam = seam_of(module)
     for name in () if seam is None else seam.weights_of(module):
         weight = module._parameters.get(name)
+        if weight is None and parameters_of(module, name):
+            return f"{name} is parametrized"
         if weight is None or weight.dim() != 3:
             return f"{name} is no parameter of three dimensions, one matrix an expert"
         if any(size % MULTIPLE for size in weight.shape[1:]):

@@ -23,7 +23,7 @@ from f8sub.text_table import text_table
 from f8sub.torch_compat import is_dtensor, param_dtypes
 from f8sub.weights.layout import ShardLayout, WireFormat
 from f8sub.weights.primary_weight import PrimaryWeight
-from f8sub.weights.weight import is_converted, local_tensor, master_of, own_parameter
+from f8sub.weights.weight import is_converted, local_tensor, master_of, own_parameter, parameters_of
 
 if TYPE_CHECKING:
     from f8sub.formats import Float8Format
@@ -261,7 +261,7 @@ class _Counted(NamedTuple):
     @property
     def learns(self) -> bool:
         """True if the weight takes a gradient."""
-        return own_parameter(self.module, self.product.attribute).requires_grad
+        return any(p.requires_grad for p in parameters_of(self.module, self.product.attribute))
 
     def in_float8(self, plain: Bytes, x_bytes: int, how: str) -> Bytes:
         """Return the bytes of a converted module's product, given ``plain``, those in high precision.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from f8sub.convert.products import products_of
 from f8sub.errors import refuse_other_than_a_module
-from f8sub.experts.adapters import is_of
+from f8sub.experts.adapters import name_of_read
 from f8sub.experts.grouped_linear import Multiplied, watching
 from f8sub.experts.seams import calls_grouped_linear
 from f8sub.kernels.grouped.operands import Groups
@@ -25,7 +25,7 @@ from f8sub.torch_compat import is_dtensor, is_metadata_inference
 from f8sub.weights.checks import gather_values
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import PrimaryWeight
-from f8sub.weights.weight import is_converted, local_tensor, own_parameter
+from f8sub.weights.weight import is_converted, local_tensor, own_parameter, weight_beside_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def find_nonfinite(model: torch.nn.Module) -> Iterator[Search]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     search = Search()
     # Before anything is gathered: this rank's shard.
-    shards = {name: search.is_bad(layer.weight) for name, layer in layers.items()}
+    shards = {name: search.is_bad(weight_beside_forward(layer)) for name, layer in layers.items()}
     handles = [
         handle
         for name, layer in layers.items()
@@ -155,7 +155,7 @@ def _before(
     search.look(name, "x", args[0] if args else kwargs.get("input"))
     # First the shard, then what was gathered from all ranks.
     search.note(name, "w", shard)
-    search.look(name, "w", layer.weight)
+    search.look(name, "w", weight_beside_forward(layer))
 
 
 def _after(search: Search, name: str, module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
@@ -215,7 +215,8 @@ class _Watch:
             return
         # A weight that was copied before is of no parameter, and tells no module.
         asked = self.modules if module is None else [each for each in [module] if each in self.modules]
-        found = next(((m, n) for m in asked for n in self.modules[m][1] if _is_of(product, m, n)), None)
+        named = ((m, name_of_read(m, self.modules[m][1], product.weight)) for m in asked)
+        found = next(((m, name) for m, name in named if name is not None), None)
         if found is None and module not in self.modules:
             return
         fqn = self.modules[found[0] if found else module][0]
@@ -233,10 +234,6 @@ class _Watch:
         product.y.register_hook(functools.partial(_look_at_dy, self.search, name, product.groups))
         for node in _nodes_of(product.y):
             node.register_hook(functools.partial(gradients_seen, self.search, name))
-
-
-def _is_of(product: Multiplied, module: torch.nn.Module, name: str) -> bool:
-    return is_of(product.weight, own_parameter(module, name))
 
 
 def _nodes_of(y: torch.Tensor) -> Iterator[Any]:
@@ -259,7 +256,7 @@ def _before_experts(
     # x is the first floating-point argument: indices of experts are integers.
     search.look(fqn, "x", next((value for value in given if value.is_floating_point()), None))
     for name in names:
-        search.look(f"{fqn}.{name}".lstrip("."), "w", module._parameters[name])
+        search.look(f"{fqn}.{name}".lstrip("."), "w", weight_beside_forward(module, name))
 
 
 def _after_experts(search: Search, fqn: str, module: torch.nn.Module, args: Any, y: Any) -> None:

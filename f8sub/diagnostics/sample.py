@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from f8sub.capture import launching
 from f8sub.diagnostics.statistics import MAXIMA, WIDTH, Statistics, add_measured, statistics_of
-from f8sub.experts.adapters import name_in
+from f8sub.experts.adapters import name_of_read
 from f8sub.experts.grouped_linear import GroupedCall, Multiplied, rowwise_of_experts, watching
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, Tile, present
 from f8sub.host_copy import sent_to
@@ -31,7 +31,7 @@ from f8sub.linear.shared_input import Call
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import autocast_dtype, is_dtensor, is_metadata_inference
-from f8sub.weights.weight import Weight, master_of, own_parameter
+from f8sub.weights.weight import Weight, master_of, own_parameter, weight_beside_forward
 
 ROLES = ("x", "w", "dy")
 """What a layer casts."""
@@ -136,8 +136,8 @@ class Sample:
             return
         with torch.no_grad():
             x: torch.Tensor = args[0] if args else kwargs["input"]
-            weight: torch.Tensor = layer.weight
-            plan = plan_of(layer, layer.weight)
+            weight = weight_beside_forward(layer)
+            plan = plan_of(layer, weight)
             recipe = plan.recipe
             dtype = autocast_dtype(x.device.type) or x.dtype
             sources = sources_of(layer, recipe)
@@ -309,7 +309,7 @@ class _Watch:
         call = product.call
         if module not in self.names or call is None or not product.y.requires_grad or is_metadata_inference():
             return
-        attribute = name_in(module, product.weight)
+        attribute = name_of_read(module, module._f8sub.weights, product.weight)
         name = f"{self.names[module]}.{attribute}"
         if attribute is None or name in self._seen:
             return

@@ -25,7 +25,7 @@ from f8sub.kernels.quantize import quantize
 from f8sub.kernels.reference import dequantize
 from f8sub.linear.float8_linear import Float8Linear, sources_of, weight_rowwise
 from f8sub.torch_compat import autocast_dtype, is_dtensor
-from f8sub.weights.weight import Weight, is_converted, master_of
+from f8sub.weights.weight import Weight, is_converted, master_of, weight_beside_forward
 
 
 class LayerSensitivity(NamedTuple):
@@ -174,11 +174,12 @@ def _after(
     recipe, dtype = plan.recipe, autocast_dtype(x.device.type) or x.dtype
     with torch.no_grad():
         matrix = x.detach().reshape(-1, x.shape[-1]).to(dtype)
-        master = master_of(layer.weight)
-        weight = (layer.weight.detach() if master is None else master.plain).to(dtype)
+        read = weight_beside_forward(layer)
+        master = master_of(read)
+        weight = (read.detach() if master is None else master.plain).to(dtype)
         sources = sources_of(layer, recipe)
         x8 = quantize(matrix, recipe.fprop.a, None, sources.x).rowwise
-        w8 = weight_rowwise(layer.weight, (plan, dtype, sources))
+        w8 = weight_rowwise(read, (plan, dtype, sources))
         a = matrix.float() if x8 is None else dequantize(x8, torch.float32)
         b = weight.float() if isinstance(w8, torch.Tensor) else dequantize(w8, torch.float32)
         # [M, N] in float32: the difference of two products that are nearly equal.

@@ -32,6 +32,12 @@ from f8sub.weights.weight import Weight, local_tensor, master_of
 HOOKS_THAT_MAKE_WEIGHTS = "torch.nn.utils."
 """Where hooks before a forward are from that compute a weight: prune, and the older weight_norm and spectral_norm."""
 
+PARAMETRIZATIONS = "parametrizations."
+"""What the names of modules that compute a weight have before the weight's name."""
+
+HOOK = "a hook of "
+"""Before the name of a module whose weight a hook before its forward computes, while that runs."""
+
 META_CHOICES = {"_attn_implementation_internal": "eager", "_experts_implementation_internal": "batched_mm"}
 """Attributes of a config of transformers, and their values with which a forward looks at no value of a tensor.
 
@@ -165,10 +171,17 @@ def _nothing(*args: Any) -> None:
 
 def _plain_class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
     """Return a module's class without what FSDP2 and f8sub put before it."""
+    cls: Any = type(module)
     if isinstance(module, Float8Experts):
-        return plain_class(module)
-    cls: Any = next(cls for cls in type(module).__mro__ if not is_fsdp_class(cls))
-    return plain_class_of(cls) if issubclass(cls, Float8Linear) else cls
+        plain = plain_class(module)
+    elif isinstance(module, Float8Linear):
+        plain = plain_class_of(cls)
+    else:
+        plain = next(each for each in cls.__mro__ if not is_fsdp_class(each))
+    # A weight that is parametrized since is a property of the class that torch derived.
+    lists: Any = module._modules.get("parametrizations", ())
+    computed = {name: getattr(cls, name) for name in lists if not hasattr(plain, name)}
+    return type(plain.__name__, (plain,), computed) if computed else plain
 
 
 def _makes(hook: Callable[..., Any]) -> bool:
@@ -210,13 +223,20 @@ class Running:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.calls[fqn] += 1
-            self.names.append(fqn)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.names.pop()
+            return self._within(fqn, forward, *args, **kwargs)
 
         return run
+
+    def wrap_hook(self, fqn: str, hook: Any) -> Any:
+        """Wrap a hook of the module of that name, so that what it multiplies is no forward's."""
+        return functools.partial(self._within, f"{HOOK}{fqn}", hook)
+
+    def _within(self, name: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+        self.names.append(name)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.names.pop()
 
 
 class Products(DispatchMode):  # type: ignore[misc]
@@ -299,9 +319,13 @@ class Products(DispatchMode):  # type: ignore[misc]
                 continue
             if active:
                 self._activate(tensor)
-            elif known is not None and not is_product:
+            elif known is not None and (not is_product or self._is_computing(known)):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self._names[storage.cdata] = storage, known
+
+    def _is_computing(self, names: list[Key]) -> bool:
+        """Return whether what computes the weight of these names runs, whose products are weights still."""
+        return any(PARAMETRIZATIONS in _owner(key) and _owner(key) in self._running.names for key in names)
 
     def _activate(self, tensor: torch.Tensor) -> None:
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -526,6 +550,9 @@ def _count(model: torch.nn.Module, copies: Copies, module: torch.nn.Module, batc
         made = copies.of(each)
         # ``wraps`` keeps the signature, which libraries inspect.
         made.__dict__["forward"] = functools.wraps(made.forward)(running.wrap(fqn, made.forward))
+        # A hook runs before its module's forward, and would be the forward's around it.
+        for number, hook in made._forward_pre_hooks.items():
+            made._forward_pre_hooks[number] = running.wrap_hook(fqn, hook)
         weights += [((fqn, name), weight) for name, weight in made.named_parameters(recurse=False)]
     inputs = [each for each in _leaves(batch) if isinstance(each, torch.Tensor)]
     mode = Products(weights, inputs, running)
@@ -546,8 +573,9 @@ def _by_module(model: torch.nn.Module, mode: Products, running: Running) -> dict
         parametrized = _parametrized(key)
         if parametrized[0] == reader:
             own[parametrized] += found
-        else:
-            elsewhere[parametrized] += found
+            continue
+        elsewhere[parametrized] += found
+        if not reader.startswith(HOOK):
             readers[parametrized] = f"{reader or 'the model'}, a {type(model.get_submodule(reader)).__name__}"
     not_known = {
         name: tuple(sorted({fqn for fqn, _ in keys})) for name, keys in mode.not_known.items() if keys
@@ -564,7 +592,7 @@ def _by_module(model: torch.nn.Module, mode: Products, running: Running) -> dict
 
 def _parametrized(key: Key) -> Key:
     """Return the layer and weight that a parameter is for: ``a``, ``weight`` of ``a.parametrizations.weight``."""
-    fqn, *rest = f".{key[0]}".split(".parametrizations.")
+    fqn, *rest = f".{key[0]}".split(f".{PARAMETRIZATIONS}")
     return (fqn.removeprefix("."), rest[0]) if rest else key
 
 

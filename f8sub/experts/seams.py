@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
+from f8sub.experts.adapters import stacked_weights
 from f8sub.experts.grouped_linear import grouped_linear, local_part
 
 AUTO_EXPERTS = "auto"
@@ -44,9 +45,7 @@ class Seam:
 
     def weights_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """The names of a module's weights, and whether each is stored transposed."""
-        own = dict(module.named_parameters(recurse=False))
-        names = self.weights or [name for name, parameter in own.items() if parameter.dim() == 3]
-        return dict.fromkeys(names, self.transposed)
+        return dict.fromkeys(self.weights or stacked_weights(module), self.transposed)
 
 
 _registered: dict[type[torch.nn.Module], Seam] = {}
@@ -86,7 +85,7 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
-    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    stacked = bool(stacked_weights(module))
     if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
         weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         return Seam(routed, weights, transposed=bool(module.is_transposed))

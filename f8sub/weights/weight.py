@@ -345,8 +345,7 @@ def local_tensor(weight: torch.Tensor) -> torch.Tensor:
 def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return a module's parameter, whatever parametrizations make of it; or what they, or pruning, made of several."""
     held = held_parameter(module, name)
-    found: torch.Tensor = getattr(module, name) if held is None else held
-    return found
+    return weight_beside_forward(module, name) if held is None else held
 
 
 def held_parameter(module: torch.nn.Module, name: str) -> torch.Tensor | None:
@@ -358,6 +357,37 @@ def held_parameter(module: torch.nn.Module, name: str) -> torch.Tensor | None:
         return getattr(lists[name], "original", None)
     # Pruning and the older norms leave what they computed there.
     found: torch.Tensor | None = vars(module).get(name)
+    return found
+
+
+MADE_OF = ("_orig", "_g", "_v")
+"""Ends of the names of parameters of which ``torch.nn.utils`` computes a weight: pruning, older norms."""
+
+
+def parameters_of(module: torch.nn.Module, name: str) -> list[torch.Tensor]:
+    """Return the parameters that a module's weight is, or is computed from, without computing it."""
+    if (parameter := module._parameters.get(name)) is not None:
+        return [parameter]
+    lists: Any = module._modules.get("parametrizations")
+    if lists is not None and name in lists:
+        return list(lists[name].parameters(recurse=False))
+    found = (module._parameters.get(f"{name}{end}") for end in MADE_OF)
+    return [parameter for parameter in found if parameter is not None]
+
+
+def weight_beside_forward(module: torch.nn.Module, name: str = "weight") -> torch.Tensor:
+    """Return a module's weight for who looks on: what computes it does no step of its own, as spectral norm would."""
+    lists: Any = module._modules.get("parametrizations")
+    computing = list(lists[name].modules()) if lists is not None and name in lists else []
+    # Not ``eval()``, which a user's class may have made do more.
+    modes = [each.training for each in computing]
+    for each in computing:
+        each.training = False
+    try:
+        found: torch.Tensor = getattr(module, name)
+    finally:
+        for each, training in zip(computing, modes, strict=True):
+            each.training = training
     return found
 
 

@@ -54,7 +54,14 @@ from f8sub.convert.checks import refuse_sharded
 from f8sub.convert.patterns import matches
 from f8sub.delayed.rolling import Replicas
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module, unknown
-from f8sub.torch_compat import change_and_restore, constant_result, graph_task, remove_hook, running_ddp
+from f8sub.torch_compat import (
+    TrainingState,
+    change_and_restore,
+    constant_result,
+    graph_task,
+    remove_hook,
+    running_ddp,
+)
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
 from f8sub.weights.precompute_scales import watch_optimizer_steps
 from f8sub.weights.weight import BESIDE, STATE, Anchor, WeightRecord, is_converted
@@ -179,18 +186,41 @@ def attend_in_float8(
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
     share_histories(model)
-    _leave_out_of_exports(model)
+    leave_out_of_exports(model)
     return chosen
 
 
-def _leave_out_of_exports(model: torch.nn.Module) -> None:
+def histories_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a model's state dict has of training besides weights, delayed scaling's too, by name."""
+    return {
+        f"{fqn}.{name}": buffer
+        for fqn, state in model.named_modules()
+        if isinstance(state, TrainingState)
+        for name, buffer in state.named_buffers(recurse=False)
+        if name not in state._non_persistent_buffers_set
+    }
+
+
+class _LeftOut(set[str]):
+    """Names that ``save_pretrained`` leaves out, of a model whose state dicts bring them up to date."""
+
+
+def leave_out_of_exports(model: torch.nn.Module) -> None:
     """Have ``save_pretrained`` write no histories, which readers of weights do not know; ``state_dict`` has them."""
     of_transformers: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    module: Any
     for module in model.modules():
-        if isinstance(module, of_transformers):
-            inside: Any = module.named_modules()
-            names = {f"{fqn}.history" for fqn, state in inside if isinstance(state, AttentionState)}
-            module._keys_to_ignore_on_save = {*(module._keys_to_ignore_on_save or ()), *names}
+        if not isinstance(module, of_transformers):
+            continue
+        if not isinstance(module._keys_to_ignore_on_save, _LeftOut):
+            module._keys_to_ignore_on_save = _LeftOut(module._keys_to_ignore_on_save or ())
+            # A context of ``autocast`` begins histories later.
+            module.register_state_dict_pre_hook(_leave_out)
+        _leave_out(module)
+
+
+def _leave_out(module: Any, *_: Any) -> None:
+    module._keys_to_ignore_on_save |= histories_of(module).keys()
 
 
 def attention_modules(model: torch.nn.Module) -> list[AttentionModule]:

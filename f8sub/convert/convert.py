@@ -10,6 +10,7 @@ import torch
 from f8sub.convert.attention import (
     AttentionNearLayers,
     SharedAttention,
+    leave_out_of_exports,
     revert_attention,
     share_attention_hook,
 )
@@ -222,6 +223,7 @@ def _convert_selected(
     watch_optimizer_steps()
     for guest in conversion.layer_guests:
         guest.converted(model, conversion)
+    leave_out_of_exports(model)
     return model
 
 

@@ -4,6 +4,7 @@ Float8Callback converts the model of a Trainer and computes scales after each st
 ``from_pretrained`` return a converted model. attend_causally spares a decoder the mask, and a wait for the GPU.
 """
 
+import base64
 import copy
 import json
 import warnings
@@ -18,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import f8sub
-from f8sub.convert.attention import WITHOUT_MASK, attention_modules, by_state
+from f8sub.convert.attention import WITHOUT_MASK, by_state, histories_of
 from f8sub.errors import Float8ConfigError, shown
 from f8sub.integrations.one_line import HIGH_PRECISION, attend_once, convert_once, refuse_unknown_attention
 
@@ -91,8 +92,9 @@ class Float8Callback(TrainerCallback, ExportableState):
     when training begins, from weights that are sharded and loaded by then. A training that fails or is repeated leaves
     one hook.
 
-    What attention in float8 remembers of earlier backwards is in the Trainer's own state, ``trainer_state.json`` of its
-    checkpoints, from which ``resume_from_checkpoint`` gives it back. ``model.safetensors`` beside it has weights alone.
+    What attention in float8 and delayed scaling remember of earlier steps is in the Trainer's own state,
+    ``trainer_state.json`` of its checkpoints, from which ``resume_from_checkpoint`` gives it back.
+    ``model.safetensors`` beside it has weights alone.
 
     Args:
         recipe: as ``convert_to_float8`` takes it; None for its default.
@@ -129,8 +131,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         known = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         remembered = (known[0] if isinstance(known, list) else known)["attributes"].get(_HISTORIES, {})
         for name, history in _histories(self._model).items():
-            if name in remembered:
-                history.copy_(history.new_tensor(remembered[name]))
+            # Those of another recipe may have other sizes.
+            if name in remembered and (values := _read(remembered[name])).numel() == history.numel():
+                history.copy_(values.view_as(history))
         f8sub.precompute_scales(given["model"])
         self._hook = f8sub.register_precompute_hook(given["optimizer"], given["model"])
 
@@ -141,24 +144,29 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._hook = None
 
     def state(self) -> dict[str, Any]:
-        """Return what ``trainer_state.json`` has of attention in float8; reads it from the device."""
+        """Return what ``trainer_state.json`` has of attention in float8 and delayed scaling; read from the device."""
         histories = {} if self._model is None else _histories(self._model)
         return {
             "args": {},
-            "attributes": {_HISTORIES: {name: each.tolist() for name, each in histories.items()}},
+            "attributes": {_HISTORIES: {name: _written(each) for name, each in histories.items()}},
         }
 
 
-_HISTORIES = "attention_histories"
+_HISTORIES = "histories"
 
 
 def _histories(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what attention in float8 has in the state dict of a model, by the names of its modules."""
-    return {
-        each.fqn.replace("_orig_mod.", ""): each.state.history
-        for each in attention_modules(model)
-        if each.state is not None and each.state.has_past
-    }
+    """Return what training keeps besides weights, float32, by the names that a plain model's state dict would have."""
+    return {name.replace("_orig_mod.", ""): history for name, history in histories_of(model).items()}
+
+
+def _written(history: torch.Tensor) -> str:
+    # As base64: the Trainer gives each number a line, and a layer with delayed scaling has 3,000.
+    return base64.b64encode(history.cpu().numpy().tobytes()).decode()
+
+
+def _read(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32)
 
 
 _METHOD = "f8sub"

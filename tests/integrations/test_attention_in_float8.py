@@ -1,8 +1,10 @@
 """The option attention of trainers: what attends in float8, what checkpoints have, and that a run resumes bitwise."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hf_trainer
 import lightning
@@ -20,6 +22,8 @@ from torchao.float8 import Float8LinearConfig
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import f8sub
+from f8sub.convert import attention
+from f8sub.integrations import transformers as callback
 from f8sub.integrations.accelerate import prepare
 from f8sub.integrations.lightning import Float8Callback as LightningCallback
 from f8sub.integrations.torchao import take_over
@@ -29,6 +33,16 @@ from tests.recipes.test_trainers import as_torchrun_would, let_accelerate_shard_
 STEPS = 2
 """Before the checkpoint, and again after it."""
 EMULATED: dict[str, Any] = {"attention": "float8", "backend": "reference"}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "attention": {"recipe": "rowwise", **EMULATED},
+    "delayed": {"recipe": "delayed", "backend": "reference"},
+    "both": {"recipe": "delayed", **EMULATED},
+}
+"""What remembers earlier steps."""
+on_each_kind = pytest.mark.parametrize("kind", KINDS)
+REMEMBERED = "history", "scaling_states"
+"""What names in state dicts have of it."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,15 +86,16 @@ def trainer(folder: Path, model: nn.Module, *callbacks: Any, **options: Any) -> 
     return Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=list(callbacks))
 
 
+@on_each_kind
 @pytest.mark.parametrize("restores", [False, True])
-def test_a_run_of_transformers_resumes_bitwise(tmp_path, restores):
-    first = trainer(tmp_path, build_model(), Float8Callback("rowwise", **EMULATED))
+def test_a_run_of_transformers_resumes_bitwise(tmp_path, restores, kind):
+    first = trainer(tmp_path, build_model(), Float8Callback(**KINDS[kind]))
     first.train()
-    assert has_past(first.model)
+    assert kind == "delayed" or has_past(first.model)
     resumed = trainer(
         tmp_path,
         build_model(),
-        Float8Callback("rowwise", **EMULATED),
+        Float8Callback(**KINDS[kind]),
         restore_callback_states_from_checkpoint=restores,
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}"))
@@ -91,15 +106,16 @@ def test_a_run_of_transformers_resumes_bitwise(tmp_path, restores):
     state = json.loads(file.read_text())
     state["stateful_callbacks"].pop("Float8Callback")
     file.write_text(json.dumps(state))
-    other = trainer(tmp_path, build_model(), Float8Callback("rowwise", **EMULATED))
+    other = trainer(tmp_path, build_model(), Float8Callback(**KINDS[kind]))
     other.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}"))
     assert not same(trained(first.model), trained(other.model))
 
 
-def test_checkpoints_of_transformers_have_weights_that_any_reader_knows(tmp_path):
+@on_each_kind
+def test_checkpoints_of_transformers_have_weights_that_any_reader_knows(tmp_path, kind):
     model = build_model()
     plain = names_in_a_save(build_model(), tmp_path / "plain")
-    trainer(tmp_path, model, Float8Callback("rowwise", **EMULATED)).train()
+    trainer(tmp_path, model, Float8Callback(**KINDS[kind])).train()
     model.save_pretrained(tmp_path / "exported")
     for folder in (tmp_path / "exported", tmp_path / f"checkpoint-{STEPS}"):
         assert names_in(folder / "model.safetensors") == plain
@@ -107,10 +123,37 @@ def test_checkpoints_of_transformers_have_weights_that_any_reader_knows(tmp_path
         assert not any(told.values()), told
     # A part of the model is exported so, too, and the state dict of training has all of it.
     model.model.save_pretrained(tmp_path / "part")
-    assert not [name for name in names_in(tmp_path / "part" / "model.safetensors") if "history" in name]
-    assert len([name for name in model.state_dict() if "history" in name]) == 2
-    f8sub.save_float8(model, tmp_path / "codes", dtype=torch.float32)
-    assert not [name for name in names_in(tmp_path / "codes" / "model.safetensors") if "history" in name]
+    assert not remembered_in(tmp_path / "part")
+    assert any(name in key for key in model.state_dict() for name in REMEMBERED)
+    # A copy has a list of its own.
+    copied = copy.deepcopy(model)
+    with f8sub.autocast(recipe=f8sub.get_recipe("delayed", margin=1)):
+        copied(input_ids=torch.zeros(1, 16, dtype=torch.int64))
+    copied.save_pretrained(tmp_path / "copied")
+    assert names_in(tmp_path / "copied" / "model.safetensors") == plain
+    if kind == "attention":
+        f8sub.save_float8(model, tmp_path / "codes", dtype=torch.float32)
+        assert not remembered_in(tmp_path / "codes")
+
+
+def remembered_in(folder: Path) -> list[str]:
+    return [key for key in names_in(folder / "model.safetensors") if any(name in key for name in REMEMBERED)]
+
+
+def test_a_checkpoint_with_histories_among_its_weights_resumes_bitwise(tmp_path):
+    """As they were written before."""
+    first = trainer(tmp_path, build_model(), Float8Callback(**KINDS["delayed"]))
+    first.model._keys_to_ignore_on_save = set()
+    with (
+        mock.patch.object(attention, "histories_of", return_value={}),
+        mock.patch.object(callback, "histories_of", return_value={}),
+    ):
+        first.train()
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    assert remembered_in(folder)
+    resumed = trainer(tmp_path, build_model(), Float8Callback(**KINDS["delayed"]))
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert same(trained(first.model), trained(resumed.model))
 
 
 def names_in_a_save(model: nn.Module, folder: Path) -> set[str]:
@@ -125,7 +168,7 @@ def test_a_training_without_the_callback_goes_on_with_it(tmp_path):
         resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}")
     )
     saved = json.loads((tmp_path / f"checkpoint-{2 * STEPS}" / "trainer_state.json").read_text())
-    assert len(saved["stateful_callbacks"]["Float8Callback"]["attributes"]["attention_histories"]) == 2
+    assert len(saved["stateful_callbacks"]["Float8Callback"]["attributes"]["histories"]) == 2
 
 
 def test_from_pretrained(tmp_path):
@@ -258,7 +301,7 @@ def by_trainer(rank: int, world: int, folder: str, kind: str) -> None:
         options.fsdp_config["state_dict_type"] = kind
         options.fsdp_plugin_args["state_dict_type"] = kind
         let_accelerate_shard_on_cpus()
-        callback = Float8Callback("tensorwise", **EMULATED)
+        callback = Float8Callback("delayed", **EMULATED)
         return Trainer(model=build_model(), args=options, train_dataset=Tokens(), callbacks=[callback])
 
     first, second = trainer_of(), trainer_of()
@@ -273,5 +316,4 @@ def by_trainer(rank: int, world: int, folder: str, kind: str) -> None:
 def test_a_sharded_run_of_transformers_resumes_bitwise(ranks, tmp_path, kind):
     ranks(2, by_trainer, str(tmp_path), kind)
     if kind == "FULL_STATE_DICT":
-        names = names_in(tmp_path / f"checkpoint-{STEPS}" / "model.safetensors")
-        assert not [name for name in names if "history" in name]
+        assert not remembered_in(tmp_path / f"checkpoint-{STEPS}")

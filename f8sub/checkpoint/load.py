@@ -263,7 +263,8 @@ def _ignored(model: torch.nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pat
 def _report_names(missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
     """Report names that one side alone has: an error if ``strict``, or else a warning of all of them."""
     if not strict:
-        lacks = f"lacks {', '.join(missing)}, which keep the values that they had" if missing else ""
+        keep = "keeps the values that it had" if len(missing) == 1 else "keep the values that they had"
+        lacks = f"lacks {', '.join(missing)}, which {keep}" if missing else ""
         has = f"has {', '.join(unused)}, which the model has not" if unused else ""
         warnings.warn(
             f"the checkpoint {' and '.join(filter(None, (lacks, has)))}; the rest is loaded",

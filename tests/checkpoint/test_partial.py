@@ -52,7 +52,7 @@ def test_experts_that_are_there_are_read_where_one_is_missing(tmp_path, primary)
     before = module.down_proj[1].detach().clone()
     without(tmp_path, GONE, f"{GONE}_scale_inv")
     (told,) = told_by(lambda: f8sub.load_float8(model, tmp_path, strict=False))
-    assert told == f"the checkpoint lacks {GONE}, which keep the values that they had; the rest is loaded"
+    assert told == f"the checkpoint lacks {GONE}, which keeps the values that it had; the rest is loaded"
     for expert in (0, 2):
         expected = values_of(tensors, f"{EXPERTS}.{expert}.down_proj.weight").bfloat16()
         assert torch.equal(module.down_proj[expert].detach().clone(), expected), expert

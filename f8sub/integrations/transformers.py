@@ -74,12 +74,24 @@ class _RefusePacked:
         if isinstance(positions, torch.Tensor) and not self._looked:
             # Once: the host waits for the GPU here, and a run packs in all steps or in none.
             self._looked = True
-            packed = packed or bool((positions.diff(dim=-1) < 0).any())
+            packed = packed or _begin_again(positions)
         if packed:
             raise Float8ConfigError(
                 f"attend_causally: the batch of {type(model).__name__} has several sequences in one, which would "
                 "attend to each other without a mask; train on whole sequences, or leave attn_implementation='sdpa'"
             )
+
+
+def _begin_again(positions: torch.Tensor) -> bool:
+    # ``graph_step`` has torch tell what waits in a launched step, and captures none of which the next one would wait.
+    mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    if mode:
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        return bool((positions.diff(dim=-1) < 0).any())
+    finally:
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 class Float8Callback(TrainerCallback, ExportableState):

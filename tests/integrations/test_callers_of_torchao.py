@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import f8sub
+from f8sub.integrations import one_line, torchao
+from f8sub.integrations.transformers import Float8Callback
 from tests.models import BF16
 
 STEPS = 3
@@ -88,26 +90,42 @@ def given_back():
     f8sub.integrations.torchao.take_over().give_back()
 
 
-@axolotl
-def test_axolotls_trainer_has_its_fp8_from_f8sub(tmp_path, given_back):
+def axolotls_trainer(folder, save_steps: int = 0, **entries: object):
     from axolotl.cli.config import prepare_plugins
     from axolotl.core.trainers import AxolotlTrainer
     from axolotl.core.training_args import AxolotlTrainingArguments
+    from axolotl.integrations.base import PluginManager
     from axolotl.loaders.patch_manager import PatchManager
     from axolotl.utils.dict import DictDefault
     from datasets import Dataset
 
-    config = DictDefault({"fp8": True, "plugins": [PLUGIN], "fp8_config": {"recipe": "rowwise_with_gw_hp"}})
+    config = DictDefault({"fp8": True, "plugins": [PLUGIN], **entries})
     prepare_plugins(config)
     manager = mock.Mock(cfg=config)
     PatchManager._apply_fp8_patches(manager)
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "max_steps": STEPS, "logging_steps": 1}
-    options |= {"report_to": [], "save_strategy": "no", "learning_rate": 3e-3, "remove_unused_columns": False}
+    options = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "report_to": [],
+    }
+    options |= {"save_strategy": "steps" if save_steps else "no", "save_steps": max(1, save_steps)}
+    options |= {"learning_rate": 3e-3, "remove_unused_columns": False, "lr_scheduler_type": "constant"}
     tokens = Tokens()
     data = Dataset.from_list([{name: t.tolist() for name, t in tokens[i].items()} for i in range(8 * STEPS)])
     trainer = AxolotlTrainer(
         model=build_model(), args=AxolotlTrainingArguments(**options), train_dataset=data
     )
+    # What axolotl's TrainerBuilder does with it.
+    for callback in PluginManager.get_instance().add_callbacks_post_trainer(config, trainer):
+        trainer.add_callback(callback)
+    return trainer
+
+
+@axolotl
+def test_axolotls_trainer_has_its_fp8_from_f8sub(tmp_path, given_back):
+    trainer = axolotls_trainer(tmp_path, fp8_config={"recipe": "rowwise_with_gw_hp"})
     trainer.train()
     layers = in_float8(trainer.model)
     # accelerate leaves the first and the last linear layer in high precision.
@@ -116,6 +134,45 @@ def test_axolotls_trainer_has_its_fp8_from_f8sub(tmp_path, given_back):
     assert layer._f8sub.plan.recipe == f8sub.get_recipe("rowwise_with_gw_hp")
     assert not layer._f8sub.float8_all_gather
     assert len({entry["loss"] for entry in trainer.state.log_history if "loss" in entry}) == STEPS
+    assert not any(isinstance(each, Float8Callback) for each in trainer.callback_handler.callbacks)
+    assert states_of(trainer.model) == [None, None]
+
+
+def states_of(model: nn.Module) -> list:
+    return [each.state for each in f8sub.conversion_report(model).attention]
+
+
+@axolotl
+def test_axolotls_trainer_attends_in_float8_and_resumes_bitwise(tmp_path, given_back):
+    # As a config with ``emulate`` would have it, which axolotl's has not.
+    with mock.patch.object(
+        torchao, "attend_once", lambda model, attention, emulated: emulate(model, attention)
+    ):
+        first = axolotls_trainer(tmp_path, STEPS - 1, f8sub_attention="float8")
+        first.train()
+        resumed = axolotls_trainer(tmp_path, f8sub_attention="float8")
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS - 1}"))
+    for each in (first, resumed):
+        assert [(state.backward, state.reason) for state in states_of(each.model)] == 2 * [("e4m3", None)]
+    found, expected = resumed.model.state_dict(), first.model.state_dict()
+    assert len([name for name in expected if "history" in name]) == 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def emulate(model: nn.Module, attention: str) -> None:
+    one_line.attend_once(model, attention, emulated=True)
+
+
+@axolotl
+def test_axolotl_knows_the_plugins_entries(given_back):
+    from axolotl.integrations.base import PluginManager, load_plugin
+    from axolotl.integrations.config import merge_input_args
+
+    PluginManager.get_instance().register(PLUGIN)
+    assert all("f8sub_attention" in each.model_fields for each in merge_input_args())
+    plugin = load_plugin(PLUGIN)
+    with pytest.raises(f8sub.Float8ConfigError, match="unknown attention 'fp8'; choose one of"):
+        plugin.register({"fp8": True, "f8sub_attention": "fp8"})
 
 
 @axolotl

@@ -56,11 +56,16 @@ status=0
 run_lane one tests "${jobs[@]/#/--ignore=}" || status=$?
 wait $other || status=$?
 
-count() {  # the sum of what both lanes' last lines say, as in "5 passed, 1 failed in 3.2s"
-    tail -qn 1 "$logs"/* | grep -oE "[0-9]+ $1" | awk '{ sum += $1 } END { print sum + 0 }'
+# pytest's own last line of each lane, as in "5 passed, 1 failed in 3.20s": what ends after pytest may print more.
+closing=$(for log in "$logs"/*; do
+    grep -E '^(no tests ran|[0-9]+ [a-z]+(, [0-9]+ [a-z]+)*) in [0-9.]+s( \([0-9:, a-z]+\))?$' "$log" | tail -n 1 |
+        grep . || echo "pytest did not come to its end in the lane $(basename "$log")"
+done)
+count() {  # the sum of what both lanes say
+    grep -oE "[0-9]+ $1" <<<"$closing" | awk '{ sum += $1 } END { print sum + 0 }'
 }
 echo
 grep -hE '^(FAILED|ERROR) ' "$logs"/* || true
-tail -qn 1 "$logs"/*
+echo "$closing"
 echo "$(count passed) passed, $(($(count failed) + $(count error))) failed, $(count skipped) skipped"
 exit $status

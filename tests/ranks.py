@@ -146,6 +146,7 @@ def _prepare(rank: int, request: Request, store: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _strict_warnings(request.gpus)
+    _wait_for_each_other(request.timeout)
     if request.gpus:
         torch.cuda.set_device(rank)
     else:
@@ -191,6 +192,16 @@ def _strict_warnings(gpus: bool) -> None:
     warnings.simplefilter("error", f8sub.Float8Warning)
     if gpus:  # every recipe is run on every GPU, those of other GPUs by the reference
         warnings.filterwarnings("ignore", ".*no native float8 GEMM")
+
+
+def _wait_for_each_other(timeout: float) -> None:
+    """Have no rank do without others that are late: on a busy machine a new process may be more than 3 s behind.
+
+    Whatever an earlier body in the same ranks set. Tests of ranks that do not come have little patience themselves.
+    """
+    from f8sub.weights import agreement
+
+    agreement.PATIENCE = datetime.timedelta(seconds=timeout / 2)
 
 
 class Group:

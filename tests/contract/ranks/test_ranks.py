@@ -1,5 +1,6 @@
 """The harness itself: it must report, never hang."""
 
+import datetime
 import faulthandler
 import importlib
 import os
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from f8sub.weights import agreement
 from tests import ranks as harness
 from tests.ranks import RankFailure
 
@@ -32,6 +34,15 @@ def test_results_come_back_in_the_order_of_the_ranks(ranks, world):
 
 def test_a_test_of_a_rank_runs_on_the_ranks(rank, world):
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+
+
+def _impatient(rank: int, world: int) -> float:
+    found, agreement.PATIENCE = agreement.PATIENCE, datetime.timedelta(milliseconds=1)
+    return found.total_seconds()
+
+
+def test_ranks_wait_for_each_other_whatever_an_earlier_test_set(ranks):
+    assert [ranks(2, _impatient, timeout=80.0) for _ in range(2)] == [[40.0, 40.0]] * 2
 
 
 def _rank_one(rank: int, world: int, how: str) -> None:

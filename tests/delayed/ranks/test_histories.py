@@ -138,7 +138,6 @@ def test_histories_do_not_roll_again_because_another_layer_is_sharded(rank, worl
 
 def state_dicts_before_precompute(rank: int, all_gather: bool, load: str) -> tuple:
     """Steps after each of which a state dict is taken, and loaded again, before the scales are precomputed."""
-    agreement.PATIENCE = datetime.timedelta(seconds=20)  # on a busy machine
     model, taken = shard(model_of(all_gather)), []
 
     def take() -> None:

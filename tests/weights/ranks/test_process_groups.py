@@ -1,10 +1,12 @@
 """f8sub's own process groups: one user at a time, used again when that is gone, never mistaken for each other."""
 
+import datetime
 import functools
 import gc
 import os
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
 from f8sub.torch_compat import new_group
+from f8sub.weights import agreement
 from f8sub.weights.exchange import Exchange
 from tests.data_sets import gaussian, generator
 from tests.layers import dy_of
@@ -112,8 +115,10 @@ def test_models_that_live_at_once_are_reduced_in_any_order(rank, world):
         for parameter in model.parameters():
             parameter.grad = parameter.detach().clone()
         torch.optim.SGD(model.parameters(), lr=3.0).step()
-    for model in reversed(models) if rank else models:
-        f8sub.precompute_scales(model)
+    # Each rank waits for the other at another model, and then does without.
+    with mock.patch.object(agreement, "PATIENCE", datetime.timedelta(milliseconds=100)):
+        for model in reversed(models) if rank else models:
+            f8sub.precompute_scales(model)
     x = gaussian((4, 16), generator(1))
     assert [torch.equal(a(x), b(x)) for a, b in zip(models, alone, strict=True)] == [True, True]
 

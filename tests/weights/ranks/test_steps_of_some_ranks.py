@@ -105,10 +105,21 @@ def test_histories_stay_alike_on_all_ranks(rank, world, gathers):
     assert torch.equal(least, most)
 
 
+def nothing_before_an_impatient_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The forward waits for ranks that stepped, and did not come to it; any other wait is for all of them."""
+    patience, agreement.PATIENCE = agreement.PATIENCE, datetime.timedelta(milliseconds=100)
+
+    def be_patient(*_: object) -> None:
+        agreement.PATIENCE = patience
+        handle.remove()
+
+    handle = model.register_forward_hook(be_patient)
+
+
 def test_it_is_a_warning_with_rank_event_and_remedy(rank, world):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", f8sub.Float8Warning)
-        train(rank, nothing, step)
+        train(rank, nothing_before_an_impatient_forward, step)
     told = [str(w.message) for w in caught if "was not called on rank" in str(w.message)]
     assert len(told) == (rank == 0)
     assert all(word in text for text in told for word in ("rank 0", "step()", "isfinite"))

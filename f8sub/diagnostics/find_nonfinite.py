@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from f8sub.convert.products import products_of
 from f8sub.errors import refuse_other_than_a_module
-from f8sub.experts.adapters import name_of_read
-from f8sub.experts.grouped_linear import Multiplied, watching
+from f8sub.experts.grouped_linear import Multiplied, name_of_read, watching
 from f8sub.experts.seams import calls_grouped_linear
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.linear.float8_linear import Float8Linear

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from f8sub.capture import launching
 from f8sub.diagnostics.statistics import MAXIMA, WIDTH, Statistics, add_measured, statistics_of
-from f8sub.experts.adapters import name_of_read
-from f8sub.experts.grouped_linear import GroupedCall, Multiplied, rowwise_of_experts, watching
+from f8sub.experts.grouped_linear import GroupedCall, Multiplied, name_of_read, rowwise_of_experts, watching
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, Tile, present
 from f8sub.host_copy import sent_to
 from f8sub.kernels import reference

@@ -17,7 +17,7 @@ is every weight while ``torch.compile`` traces a function alone, where no weight
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from f8sub.tensor import aten_ops  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
 from f8sub.torch_compat import constant_result, graph_task, no_torch_function, saved_tensors_hook
 from f8sub.weights.master_weight import MasterWeight
-from f8sub.weights.weight import MADE_OF, Weight, held_parameter, local_tensor, own_parameter, parameters_of
+from f8sub.weights.weight import Weight, held_parameter, local_tensor, own_parameter
 
 MULTIPLE_OF_RANK = 8
 """torch's grouped product on a GPU takes dimensions that are multiples of this: in bfloat16, rows of 16 bytes."""
@@ -257,43 +257,10 @@ def leave(module: torch.nn.Module) -> None:
         modules.discard(module)
 
 
-def stacked_weights(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's weights of three dimensions; of one that is computed its own, no parameter's."""
-    names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
-    own = vars(module)
-    whole = (next((w for end in MADE_OF if (w := name.removesuffix(end)) in own), name) for name in names)
-    lists: Any = module._modules.get("parametrizations")
-    computed = [] if lists is None else [name for name in lists if own_parameter(module, name).dim() == 3]
-    return [*dict.fromkeys(whole), *computed]
-
-
 def name_in(module: Any, weight: torch.Tensor) -> str | None:
     """The name of the module's parameter that ``weight`` is, or lies in the memory of; None for any other tensor."""
     names = (name for name in module._f8sub.weights if is_of(weight, own_parameter(module, name)))
     return next(names, None)
-
-
-def name_of_read(module: torch.nn.Module, names: Iterable[str], weight: torch.Tensor) -> str | None:
-    """Return which of a module's weights, given by name, ``weight`` is; or was computed from, for one forward."""
-    if (found := next((n for n in names if is_of(weight, own_parameter(module, n))), None)) is not None:
-        return found
-    # Each forward has another tensor of it, whose graph alone tells.
-    leaves = set() if weight.grad_fn is None else _leaves_behind(weight.grad_fn)
-    return next((n for n in names if not leaves.isdisjoint(map(id, parameters_of(module, n)))), None)
-
-
-def _leaves_behind(node: Any) -> set[int]:
-    """Return the ids of the parameters that a node of autograd was computed from."""
-    found, seen, left = set(), set(), [node]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
-        left += [before for before, _ in node.next_functions if before is not None]
-    return found
 
 
 def is_of(weight: torch.Tensor, parameter: torch.Tensor) -> bool:

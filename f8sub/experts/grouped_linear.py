@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ from f8sub.torch_compat import (
     untraced,
 )
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
-from f8sub.weights.weight import RAW, Weight, own_parameter, written_raw
+from f8sub.weights.weight import RAW, Weight, own_parameter, parameters_of, written_raw
 
 
 class GroupedCall(NamedTuple):
@@ -485,6 +485,31 @@ def _sources_of(module: Any, owner: Any, recipe: Recipe, weight: torch.Tensor) -
         f"{tuple(weight.shape)} is no parameter of a converted module whose forward runs, nor a view of one; convert "
         "the module, give grouped_linear its parameter as it is, and no recipe"
     )
+
+
+def name_of_read(module: torch.nn.Module, names: Iterable[str], weight: torch.Tensor) -> str | None:
+    """Return which of a module's weights, given by name, ``weight`` is; or was computed from, for one forward."""
+    if (
+        found := next((n for n in names if adapters.is_of(weight, own_parameter(module, n))), None)
+    ) is not None:
+        return found
+    # Each forward has another tensor of it, whose graph alone tells.
+    leaves = set() if weight.grad_fn is None else _leaves_behind(weight.grad_fn)
+    return next((n for n in names if not leaves.isdisjoint(map(id, parameters_of(module, n)))), None)
+
+
+def _leaves_behind(node: Any) -> set[int]:
+    """Return the ids of the parameters that a node of autograd was computed from."""
+    found, seen, left = set(), set(), [node]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        left += [before for before, _ in node.next_functions if before is not None]
+    return found
 
 
 def _transposed_back(module: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.adapters import stacked_weights
 from f8sub.experts.grouped_linear import grouped_linear, local_part
+from f8sub.weights.weight import MADE_OF, own_parameter
 
 AUTO_EXPERTS = "auto"
 """The value of ``experts`` that converts those which gain."""
@@ -45,7 +45,17 @@ class Seam:
 
     def weights_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """The names of a module's weights, and whether each is stored transposed."""
-        return dict.fromkeys(self.weights or stacked_weights(module), self.transposed)
+        return dict.fromkeys(self.weights or _stacked(module), self.transposed)
+
+
+def _stacked(module: torch.nn.Module) -> list[str]:
+    """Return the names of a module's weights of three dimensions; of one that is computed its own, no parameter's."""
+    names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
+    own = vars(module)
+    whole = (next((w for end in MADE_OF if (w := name.removesuffix(end)) in own), name) for name in names)
+    lists: Any = module._modules.get("parametrizations")
+    computed = [] if lists is None else [name for name in lists if own_parameter(module, name).dim() == 3]
+    return [*dict.fromkeys(whole), *computed]
 
 
 _registered: dict[type[torch.nn.Module], Seam] = {}
@@ -85,7 +95,7 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     for cls in type(module).__mro__:
         if cls in _registered:
             return _registered[cls]
-    stacked = bool(stacked_weights(module))
+    stacked = bool(_stacked(module))
     if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
         weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         return Seam(routed, weights, transposed=bool(module.is_transposed))

@@ -21,6 +21,7 @@ def sent_to(device: torch.device, values: Sequence[bool] | Sequence[int] | torch
         raise RuntimeError(
             "a CUDA graph is captured with values that no launched step has sent to the device"
         )
+    # The host waits for a copy from memory that is not pinned.
     return values.pin_memory().to(device, non_blocking=True)
 
 

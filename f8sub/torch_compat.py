@@ -301,6 +301,7 @@ def _at(path: str) -> Any:
     first, *rest = path.split(".")
     found: Any = sys.modules[first]
     for name in rest:
+        # A submodule becomes an attribute of its package once somebody imported it.
         if not hasattr(found, name) and inspect.ismodule(found):
             importlib.import_module(f"{found.__name__}.{name}")
         found = getattr(found, name)
@@ -415,6 +416,7 @@ def default_store() -> Any:
 
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Return whether the group was destroyed neither by itself nor with the default one."""
+    # Torch takes a destroyed group out of this map; the group object itself looks as before.
     return group in distributed_c10d._world.pg_map
 
 
@@ -540,6 +542,7 @@ def param_dtypes(
         for _, param in fsdp_params():
             info = param._module_info
             owners = [(info.module, info.param_name)]
+            # A tied weight is one parameter to FSDP2, whose other owners stand beside.
             owners += zip(info.shared_modules, info.shared_param_names, strict=True)
             if ours := [owner for owner in owners if owner[0] in asked]:
                 found.update(dict.fromkeys(ours, _policy_of(param).param_dtype))
@@ -621,6 +624,7 @@ def gathered_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found: dict[int, Any] = {}
     with contextlib.suppress(Float8ConfigError):  # raised where weights are gathered
         found = {id(getattr(param, "unsharded_param", None)): param for _, param in fsdp_params()}
+    # ``found`` may have the id of None, which no optimizer holds.
     return [p for group in optimizer.param_groups for p in group["params"] if id(p) in found]
 
 
@@ -664,6 +668,8 @@ def after_reductions(
         if calls:
             watched.setdefault(id(group), (group, []))[1].extend(calls)
     for group, params in watched.values():
+        # FSDP2 has no hook for this, and looks the method up on the group at each call: what the object has of its
+        # own comes before its class.
         group.post_backward = functools.partial(_post_backward, group.post_backward, group, params)
 
 
@@ -671,6 +677,7 @@ def _post_backward(own: Callable[..., None], group: Any, params: Sequence[Any], 
     # Before FSDP2's own, which takes the gradients away.
     calls = [call for param, call in params if _has_gradient(param)] if group.reduce_grads else []
     own(*args)
+    # Weights of one exchange have one call: FSDP2 reduced them together.
     for call in dict.fromkeys(calls):
         call()
 
@@ -737,6 +744,7 @@ def forget_pass(model: torch.nn.Module) -> None:
             _set_none(group)
             group._training_state = idle
             group._post_forward_indices.clear()
+            # The forward that was cut short left the unsharded parameters in the modules.
             group._to_sharded()
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
@@ -745,6 +753,7 @@ def forget_pass(model: torch.nn.Module) -> None:
                     unsharded.grad = None
         state._training_state = idle
         state._modules_to_run_forward.clear()
+        # Else no module takes itself for the root of the next forward, and the next backward queues no callback.
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
         _set_none(state._comm_ctx)
@@ -767,6 +776,7 @@ def shard_ranks(group: Any) -> dist.ProcessGroup | None:
 def reduce_scatter_of(group: Any) -> tuple[Any, bool]:
     """A group's ``ReduceScatter``, and whether that is torch's own."""
     comm = group._reduce_scatter_comm
+    # By name: the class lives in a private module of FSDP2.
     return comm, type(comm).__name__ == "DefaultReduceScatter"
 
 
@@ -834,6 +844,7 @@ def bound_hook(form: Callable[..., Any]) -> Callable[..., Any]:
     They have their signature stored: FSDP2 (2.11 to 2.15) inspects it on every call, 0.8 us, and 30 us else.
     """
     _, *parameters = inspect.signature(form).parameters.values()
+    # On a class, because each time that FSDP2 reads the hook there is a new instance.
     made: Callable[..., Any] = type(
         form.__name__, (functools.partial,), {"__signature__": inspect.Signature(parameters)}
     )
@@ -860,6 +871,7 @@ def is_swapped_with_itself(tensor: torch.Tensor) -> bool:
 
     A tensor's first parametrization calls it so.
     """
+    # ``swap_tensors`` asks each tensor for its own count, and only its frame knows both.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "swap_tensors":
         frame = frame.f_back
@@ -899,6 +911,7 @@ def call_directly(operator: str, functions: str) -> None:
 
     def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = graph.graph.wrapper_code
+        # Subclasses write the code of subgraphs and of C++, in other forms.
         if type(wrapper) is not wrapper_class:
             writeline(line_of(wrapper, node))
             return

@@ -162,6 +162,7 @@ def _graph(
     if key not in _graphs:
         with _building:
             if key in _graphs:
+                # Autograd's threads may have come here together.
                 return _graphs[key]
             target = {"handle": _handle(device), "sm_version": _compute_capability(device)}
             made = build(kind, problem, format, dtype, target)
@@ -202,6 +203,7 @@ def build(
     try:
         graph.validate()
         graph.build_operation_graph()
+        # The heuristic knows the fastest plans; the fallback has some where it knows none.
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.check_support()
     # An own class of the package, which may be another one in the next version.
@@ -274,6 +276,7 @@ def _forward(cudnn: Any, graph: Any, problem: Problem, format: "Float8Format", i
     o, stats, *amaxes = graph.sdpa_fp8(
         **tensors.given(io, "q", "k", "v"),
         **tensors.numbers("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"),
+        # the logarithms of the softmax's sums, which backward reads
         generate_stats=True,
         attn_scale=problem.scale,
         use_causal_mask=problem.causal,

@@ -143,6 +143,7 @@ attention_backward = operator(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Seven) -> None:
     *_, history, saturated, mark, causal, scale, backend, backward = inputs
+    # Else autograd makes zeros for the six results that have no gradient.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     # Not saved: a later backward writes to them, which autograd would take for an error.

@@ -184,6 +184,7 @@ class InFloat8(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, attention by the state."""
+        # A function mode, because below functions torch has chosen a kernel: dispatch modes see that alone.
         if func is SDPA:
             return self.state.attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

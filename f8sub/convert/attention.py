@@ -339,6 +339,7 @@ def _in_mode(state: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function in whose calls of attention a state decides."""
     if torch.compiler.is_compiling():
         return change_and_restore(_replaced, state, function, args, kwargs)
+    # Entered in each forward, so that threads and repeated forwards need nothing else.
     with InFloat8(state):
         return function(*args, **kwargs)
 
@@ -438,6 +439,7 @@ class SharedAttention(Guest):
 
     def __init__(self, conversion: Conversion) -> None:
         self.steps = self._reduced_at = 0
+        # A proxy, because the conversion holds its guests.
         self._conversion: Conversion = weakref.proxy(conversion)
         self._apart: dict[Exchange, list[AttentionState]] = {}
         self._replicas: Replicas | None = None
@@ -531,6 +533,7 @@ class SharedAttention(Guest):
                 stacklevel=2,
             )
             return
+        # A copy: backward passes may write to the histories while this is reduced.
         maxima = _joined(states)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=exchange.group_of(ranks).of_next_call())
         _raise_to(states, maxima)

@@ -230,6 +230,7 @@ def _convert_selected(
 def _convert(layer: Chosen, conversion: Conversion) -> None:
     module, fqn, plan, gathered, keep_x = layer
     state = LinearState(plan, fqn or "(root)", conversion, gathered, WEIGHT, keep_x)
+    # By its class: hooks, optimizers and names go on to refer to this very module.
     state.convert(module, float8_class(type(module)))
 
 
@@ -270,6 +271,7 @@ def check_ranks_hook(conversion: Conversion, module: torch.nn.Module, args: Any)
     if not torch.compiler.is_compiling():
         conversion.refresh(gathered=True)
         warn_of_replaced(module, stacklevel=6)
+        # What was compared stays so, and a hook costs every forward.
         remove_hook(check_ranks_hook, module)
 
 

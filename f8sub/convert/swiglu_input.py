@@ -166,6 +166,7 @@ def _in_graph(y: torch.Tensor, block: int) -> torch.Tensor:
     codes = cast(rows, _powers(254 - exponents), FORMAT.dtype)
     save_last_node()
     stored = exponents.to(torch.uint8)
+    # To make the exponents again would take y, and so the product of the layer.
     save_last_node()
     powers = _powers(stored.to(torch.int32))
     return dequantize(Operand(codes, powers, FORMAT), y.dtype).view(y.shape)

@@ -55,6 +55,7 @@ class _ShardedHistories(Histories):
     def __init__(
         self, guest: "DelayedHistories", records: Sequence[WeightRecord], before: "_ShardedHistories | None"
     ) -> None:
+        # A row of the table is the same layer on every rank.
         by_name = sorted(records, key=lambda record: record.fqn)
         super().__init__(
             [
@@ -181,6 +182,7 @@ class DelayedHistories(Guest):
 
     def __init__(self, conversion: Conversion) -> None:
         self.steps = self.loaded_at = 0
+        # A proxy, because the conversion holds its guests.
         self._conversion: Conversion = weakref.proxy(conversion)
         self._replicas: Replicas | None = None
         self._rolled_at = 0
@@ -331,6 +333,7 @@ class DelayedHistories(Guest):
             non_finite = histories.roll(staged, amaxes, histories.by_row(stepped))
             # No flag is staged for w: its amax tells.
             non_finite[:, W] = (~amaxes.isfinite()).float()
+        # Read at the next roll, when it has long been on the host: no step waits for the device.
         staged_now = histories.names, host_copy(non_finite)
         self._staged = staged_now
         if capture is not None:

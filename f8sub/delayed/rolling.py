@@ -121,6 +121,7 @@ class Replicas:
         ranks = tuple(sorted(dist.get_process_group_ranks(ddp.process_group)))
         # Collectives of others cannot cross it.
         self._group = own_group(ranks, next(ddp.module.parameters()).device.type) if len(ranks) > 1 else None
+        # DDP holds the model, whose conversion holds this.
         self._ddp = weakref.ref(ddp)
         leave_buffers(ddp, buffers)
 

@@ -307,6 +307,7 @@ def _roll_of_recipe(recipe: Recipe, states: list[ScalingState], staged: torch.Te
     history[0] = staged
     seen = staged > 0
     amax = _amax_of(history.flatten(1), scaling).view_as(staged)
+    # 0 is no scale: what stays so below keeps the one that it has.
     made = torch.zeros_like(scale)
     # x, w and dy differ in format and margin: e4m3 and e5m2 have other largest values.
     for (format, margin), columns in _columns_by_format(recipe, scaling).items():

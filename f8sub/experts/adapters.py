@@ -128,6 +128,7 @@ class Adapted(torch.Tensor):
         if adapted is not None and is_transpose and sorted(dim % 3 for dim in args[1:]) == [1, 2]:
             turned = tuple(each.transposed() for each in adapted.added)
             return Adapted(adapted.source.transpose(1, 2), turned)
+        # Properties and sizes need no values, and the sum is not to be computed for them.
         if name == "__get__" or name in _OF_SHAPES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         plain = [each.whole() if isinstance(each, Adapted) else each for each in args]
@@ -182,6 +183,7 @@ def adapters_apart(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for parametrizations, index, proxy in replaced:
+            # Also after an error: other code calls the module by its own parametrizations.
             parametrizations[index] = proxy
 
 
@@ -241,6 +243,7 @@ def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 OPS[aten.transpose.int] = _transpose
 
 
+# Weakly: a model that nobody uses any more can be freed.
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
 _copied: dict[tuple[torch.Size, torch.dtype], weakref.WeakSet[Any]] = {}
 

@@ -130,6 +130,7 @@ class GroupedMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         plan, dtype, _, sources = call
         recipe, groups = plan.recipe, Groups.of(ends, len(x))
+        # Frozen experts, such as those under adapters, have no wgrad, and nothing of x is saved for them.
         spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
         tokens = x.to(dtype)
         # y (M, N) = x (M, K) with w (E, N, K), each row by its expert's matrix
@@ -219,6 +220,7 @@ def rowwise_of_experts(w: torch.Tensor, format: Float8Format, call: GroupedCall)
 
 def _cast_weights(w: torch.Tensor, format: Float8Format, prior: PriorScale) -> ExpertWeights:
     """Codes of ``w``, (E, N, K), with the prior scales, (E, 1)."""
+    # As ``scales.amax``: one bad element does not decide the scale of its neighbours.
     amax = w.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax((1, 2)).float()[:, None]
     made = with_inverse(scale_now(prior, amax, format))
     codes = reference.cast(w, made.scale[:, :, None], format.dtype).contiguous()
@@ -332,6 +334,7 @@ class _Running(threading.local):
     """The forwards that run in this thread, the innermost last."""
 
     def __init__(self) -> None:
+        # Of each thread its own: autograd repeats checkpointed forwards on threads of its own.
         self.stack: list[Forward] = []
 
 
@@ -343,6 +346,7 @@ def running(module: torch.nn.Module) -> Iterator[Forward]:
     """Calls of ``grouped_linear`` without a recipe take this module's plan, and their errors its name."""
     stack, forward = _running.stack, Forward(module)
     if torch.compiler.is_compiling():
+        # The trace finds the module here. It undoes this before it ends, so that compiled code writes to no stack.
         change_and_restore(stack.append, forward)
         try:
             yield forward
@@ -445,6 +449,7 @@ def _plan_in_use(module: Any, x: torch.Tensor, weight: torch.Tensor) -> Plan:
     if state.plan.device.type != (device := x.device).type:
         state.follow(device)
     plan: Plan = state.plan
+    # Which of its weights it is matters to contexts, and to what backward repeats in eager code.
     if not autocast.was_entered and torch.compiler.is_compiling():
         return plan
     name = adapters.name_in(module, weight)
@@ -523,6 +528,7 @@ def _transposed_back(module: Any, weight: torch.Tensor) -> torch.Tensor:
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight that expert parallelism shards; its gradient is that part's."""
+    # Each rank computes all of the gradient of its experts, so no sum over ranks is left.
     return weight.to_local(grad_placements=weight.placements) if is_dtensor(weight) else weight
 
 

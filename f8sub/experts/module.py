@@ -100,6 +100,7 @@ class _ByMethod(Float8Experts):
     """One whose own class multiplies by a method ``_grouped_mm``, as torchtitan's do."""
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        # torchtitan hands the weight over as ``torch._grouped_mm`` takes it, (E, K, N).
         return grouped_linear(A, B_t, offs, transposed=True)
 
 

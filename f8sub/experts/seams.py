@@ -123,11 +123,13 @@ def routed(
     Whatever implementation the config asks for. Experts of other ranks have numbers past the last one.
     """
     tokens, top_k = top_k_index.shape
+    # Stable: a checkpointed forward that is repeated has to sort the tokens of an expert as before.
     order = top_k_index.flatten().argsort(stable=True)
     expert = top_k_index.flatten()[order]
     experts = local_part(module.down_proj).shape[0]
     # Tokens of other ranks' experts are sorted to the end, past the last group.
     is_here, known = expert < experts, expert.clamp(max=experts - 1)
+    # Not ``bincount``, for which the host waits to learn the largest number.
     counts = torch.zeros(experts, dtype=torch.int32, device=expert.device)
     ends = counts.scatter_add_(0, known.long(), is_here.int()).cumsum(0)
     x = hidden_states[order // top_k]
@@ -151,4 +153,5 @@ def routed(
     back = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
     )
+    # Put back first: ``index_add_`` adds in another order at each call on a GPU.
     return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)

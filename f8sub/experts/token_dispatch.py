@@ -124,6 +124,7 @@ def _in_float8(
     # another element size want those of a new tensor.
     made = unflat(present(quantize(x.contiguous(), format, None).rowwise))
     scales = made.scale_inv.clone(memory_format=torch.contiguous_format)
+    # Codes and scales in one collective: every rank would wait for a second one, too.
     sent = torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
     received = _all_to_all(sent, output_splits, input_splits, group)
     codes = received[:, :cols].contiguous()

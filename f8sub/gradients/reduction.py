@@ -277,6 +277,7 @@ class Float8ReduceScatter:
     def _measure(
         self, exact: torch.Tensor, output: torch.Tensor, factor: float, group: dist.ProcessGroup
     ) -> None:
+        # In float32: the error to be measured is that of the codes alone.
         right = torch.empty(output.shape, dtype=torch.float32, device=output.device)
         reduce_scatter(right, exact, group)
         right = (right * factor).double()
@@ -289,6 +290,7 @@ class Float8ReduceScatter:
 
 def _exchanged(wire: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(wire)
+    # No reduce-scatter: collectives would add bytes, and here each byte has its scale elsewhere.
     dist.all_to_all_single(received, wire, group=group)
     return received
 

@@ -92,6 +92,7 @@ class _Graph:
     def __init__(self, step: "GraphedStep", leaves: Sequence[Any]) -> None:
         self.dependencies = Dependencies(step._parts, step._conversions, step._captured_optimizer)
         self.host = Capture(step._device, 2 * sum(map(_table_bytes, step._conversions)))
+        # Copies, because a replay reads the addresses of the batch that was captured.
         self.given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def capture(self, step: "GraphedStep", structure: Any) -> None:
@@ -201,6 +202,7 @@ class GraphedStep:
             self._warmup = max(self._warmup, _DDP_WARMUP)
         self._device = _device_of(self._parts)
         if self._device.type == "cuda":
+            # The default stream cannot be captured.
             self._stream = torch.cuda.Stream(self._device)
         if self._optimizer is not None:
             self._rates = Rates(self._optimizer, self._device)
@@ -236,6 +238,7 @@ class GraphedStep:
             with self._looking_at("optimizer"), self._rates.on_device():
                 self._captured_optimizer.step()
             self._drop_gradients()
+        # A caller that keeps losses would keep their graphs, too.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, found)
 
     def _reason(self, key: Hashable) -> str | None:
@@ -282,6 +285,7 @@ class GraphedStep:
     def _drop_gradients(self) -> None:
         for part in self._parts:
             for parameter in part.parameters():
+                # None and not zero: backward then makes gradients in memory of the graph.
                 parameter.grad = None
 
     def _launch(self, key: Hashable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ def why_not_captured(optimizer: torch.optim.Optimizer) -> str | None:
     Torch's optimizers take learning rates and step counters from the device where they are fused or capturable.
     """
     for group in optimizer.param_groups:
+        # Else its counters are numbers of the host, which a graph would hold as constants.
         if not (group.get("fused") or group.get("capturable")):
             return f"{type(optimizer).__name__} steps by the host; create it with fused=True or with capturable=True"
     return None

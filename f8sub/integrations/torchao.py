@@ -53,6 +53,7 @@ def _recipe(config: Float8LinearConfig) -> f8sub.Recipe:
                 f"Float8LinearConfig({field.name}={value!r}) has no counterpart in f8sub; leave it at "
                 f"{field.default!r}, or convert with f8sub.convert_to_float8 and a recipe"
             )
+    # Flags are options of a conversion here, and a recipe is compared without them.
     plain = dataclasses.replace(config, **dict.fromkeys(_FLAGS, False))
     for name in Float8LinearRecipeName:
         if plain == Float8LinearConfig.from_recipe_name(name):
@@ -111,6 +112,7 @@ def convert_to_float8_training(
         strict=False,
         float8_all_gather=config.enable_fsdp_float8_all_gather,
         backend="reference" if config.emulate else "auto",
+        # As there: linear layers alone.
         experts=False,
     )
     attend_once(module, TakenOver.attention, emulated=config.emulate)
@@ -132,6 +134,7 @@ def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Put functions in the place of others, wherever a module holds these; return the places."""
     swap = {id(old[name]): new[name] for name in _NAMES}
     places = []
+    # A trainer that imported a function by its name holds that, whatever ``torchao.float8`` has in its place.
     for module_name, module in list(sys.modules.items()):
         if module_name == __name__ or not hasattr(module, "__dict__"):
             continue

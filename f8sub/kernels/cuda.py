@@ -221,6 +221,7 @@ def cast_together(
         for number, part in enumerate(parts)
         if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes_slice(part)
     }
+    # One alone gains nothing by a table, and ``cast_into`` has no need of one.
     if len(taken) < 2:
         return None, list(range(len(parts)))
     from f8sub.kernels.triton import quantize_launch
@@ -271,6 +272,7 @@ def quantize_tokens(
         return (None if made is None else Tokens(made.data, made.scale_inv, rowwise, groups, False)), None
     from f8sub.kernels.triton import launch
 
+    # Before the look-up: launches that read a copy of what was given are worked out at each call.
     x, ends = x.contiguous(), groups.ends.contiguous()
     with support.device_of(x):
         tensors = launch.run(

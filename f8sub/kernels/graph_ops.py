@@ -47,6 +47,7 @@ def enter_graph_functions() -> None:
     require(COMPILATION)
     while _in_graphs:
         torch.compiler.allow_in_graph(_in_graphs.pop())
+    # By their number: features that are imported later have operators of their own.
     _call_directly(len(direct))
     _tag_autograd_functions()
 

@@ -51,6 +51,7 @@ def operator(
     as the dispatcher. In code that Inductor generates the function is called by itself, unless it mutates.
     """
     schema = torch.library.infer_schema(function, mutates_args=mutates)
+    # Exact strides, because kernels read rows as they lie, and Inductor may lay out inputs in another way.
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)
@@ -156,6 +157,7 @@ def _fake_derived(
 
 
 def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    # ``after`` is not read: that it is an argument keeps this behind it in the graph.
     return tensor.clone()
 
 

@@ -50,6 +50,7 @@ def quantize_on_cpu(
         or not x.is_contiguous()
     ):
         return reference.quantize(x, rowwise, columnwise, any_layout, prior)
+    # One pass, where ``abs`` would write a copy first.
     lowest, highest = torch.aminmax(x)
     amax: float = max(highest.item(), -lowest.item())
     # NaN fails this comparison, too.
@@ -164,6 +165,7 @@ def quantize(
     # A collective stands between the amax and the cast, so no kernel does both.
     if reduce is not None:
         return reference.quantize(x, rowwise, columnwise, any_layout, prior, reduce)
+    # Of this very class: fake tensors and other subclasses have no value for the host to read.
     if type(x) is torch.Tensor and x.is_cpu:
         return quantize_on_cpu(x, rowwise, columnwise, any_layout, prior)
     return cuda.quantize(x, rowwise, columnwise, any_layout, prior)

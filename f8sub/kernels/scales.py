@@ -174,6 +174,7 @@ def shard_amax(shard: torch.Tensor, tile: Tile, offset: tuple[int, int]) -> torc
     edges = zip((tile.rows, tile.cols), offset, strict=True)
     before = [0 if edge == ALL else start % edge for edge, start in edges]
     if any(before):
+        # Zeros in front bring the shard to the edge of a tile, and raise no amax.
         shard = torch.nn.functional.pad(shard, (before[1], 0, before[0], 0))
     return torch.nan_to_num(largest(shard, tile), nan=torch.inf, posinf=torch.inf)
 
@@ -218,6 +219,7 @@ def scales_from_amax(amax: torch.Tensor, format: Float8Format) -> Scales:
     top = torch.finfo(torch.float8_e4m3fn).max
     # The smallest e4m3: no tile's inverse scale is 0.
     smallest_block_inv = 2.0**-9
+    # A tile's scale is the inverse of a product of both, and so at most ``largest_scale()``.
     smallest = 1.0 / (largest_scale() * smallest_block_inv)
     global_inv = torch.where(largest == 0, 1.0, (largest / (format.max * top)).clamp(min=smallest)).float()
     block_inv = (exact / (format.max * global_inv.double())).clamp(smallest_block_inv, top)

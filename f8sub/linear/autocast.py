@@ -57,6 +57,7 @@ class _Plans:
 
 _plans = _Plans()
 _entry = _Entry()
+# Autograd repeats checkpointed forwards on threads of its own, and these read the records of other threads.
 _lock = threading.Lock()
 _keys: dict[Recipe, str] = {}
 _recipes: dict[str, Recipe] = {}
@@ -159,6 +160,7 @@ def _asked(own: str, key: str, codes: bool, keep_x: str) -> str:
     """
     name = f"{key} for {own}, codes={codes}, keep_x={keep_x}"
     if not hasattr(_plans, name):
+        # A reason is kept like a plan: the caller raises it with the name of its layer.
         setattr(_plans, name, _make(Plan.made[own], _recipes[key], codes, keep_x))
     return name
 
@@ -197,6 +199,7 @@ class _Record:
 
     def __init__(self, layer: Any) -> None:
         self._converted = layer._f8sub.conversion
+        # A node that is held would keep its graph, with all that is saved for backward.
         self._nodes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._changes = -1
         self._without_graph: set[Any] = set()

@@ -75,6 +75,7 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
     every_product, saved = keep == "gemms", ATTENTION | COMMUNICATION | set(save)
 
     def contexts() -> Any:
+        # One for each checkpointed call: its forward and the repetition count apart, both from the beginning.
         seen: Counter[Any] = Counter()
 
         def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -84,6 +85,7 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
                 key = ctx.is_recompute, func, *(str(a.shape) for a in args if isinstance(a, torch.Tensor))
                 seen[key] += 1
                 is_saved = every_product or seen[key] % 2 == 1
+            # PREFER, because compiled code may save what is cheaper to keep than to repeat.
             return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         return create_selective_checkpoint_contexts(decide)

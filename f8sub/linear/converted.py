@@ -140,6 +140,7 @@ class ConvertedModule(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # Copies and pickles come here, and belong to a conversion of their own.
         self._f8sub.enter_weights(self)
         for name, weight in _held(self).items():
             local = local_tensor(weight)
@@ -147,6 +148,7 @@ class ConvertedModule(torch.nn.Module):
                 local.cell.take(self._f8sub.conversion.record_of(self, name))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # What guests save is then of the last optimizer step.
         self._f8sub.conversion.settle()
         self._f8sub.conversion.keep_memory(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -169,6 +171,7 @@ class ConvertedModule(torch.nn.Module):
         # With ``assign=True`` torch puts other objects in the place of the parameters.
         before = _held(self)
         kinds = {name: type(local_tensor(weight)) for name, weight in before.items()}
+        # First: histories that are due would else roll after they were loaded, and count a step twice.
         conversion.settle()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         conversion.loaded()

@@ -75,6 +75,8 @@ class Float8Matmul(torch.autograd.Function):
         if torch.compiler.is_compiling() and isinstance(w_row, Operand) and not isinstance(w, Float8Tensor):
             # For a partitioner to save or to make again: until torch 2.14 it knows a cast that backward repeats.
             of_w = w_row.tensors
+        # Saving a gathered w keeps no memory: where FSDP2 reshards after forward it frees the storage, and fills it
+        # again before backward.
         ctx.save_for_backward(w, *of_w, *saved)
         ctx.call, ctx.w_row, ctx.of_w = call, None, len(of_w)
         plan, dtype, sources = call
@@ -85,6 +87,7 @@ class Float8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+        # Autograd runs backward with gradients enabled for ``create_graph=True`` alone.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError(
                 "a float8 linear layer is differentiated once; create_graph=True asks for twice"
@@ -114,6 +117,7 @@ class Float8Matmul(torch.autograd.Function):
             x_col = x_columnwise(saved, ctx.kept, ctx.call, after)
             dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
         if need_dbias:
+            # Of dy as it came: a sum over codes would add up what each of them was rounded by.
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, dbias, None, None, None
 

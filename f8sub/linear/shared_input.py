@@ -70,6 +70,7 @@ class _Scope:
 
     def __init__(self, owner: int) -> None:
         self.owner = owner
+        # By its hook a function that is checkpointed within the scope is told from the scope's own forward.
         self.hook = saved_tensors_hook()
         self.x: _Seen | None = None
         self.key: Any = None
@@ -191,6 +192,7 @@ def cast_or_share(
         made = quantize(matrix, *formats, source, plan.any_layout, groups, multiple)
         event = None if is_compiled else next(events)
         if scope is not None:
+            # The last one alone: siblings follow each other, and older codes would only take memory.
             scope.x, scope.key, scope.made, scope.event = _Seen(x), key, made, event
     # Each sibling's source keeps the amax, and knows by the event that it is of one x.
     if made.amax is not None:

@@ -129,6 +129,7 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _frames_of_f8sub() -> int:
     """Return how many frames of this package are on top of the stack, the caller's among them."""
     count = 0
+    # So that the warning shows the line that reads the weight.
     while sys._getframe(count + 1).f_globals.get("__name__", "").startswith("f8sub."):
         count += 1
     return count
@@ -180,6 +181,7 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if axis is None:
         return in_high_precision(func, args, kwargs)
     if isinstance(sizes, int):
+        # As torch does, an empty dimension gives one empty part.
         sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)] or [0]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [slicing.cut(tensor, axis, start, start + size) for start, size in zip(starts, sizes, strict=True)]

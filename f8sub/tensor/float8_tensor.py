@@ -45,6 +45,7 @@ class Float8Tensor(torch.Tensor):
         Float8ConfigError: neither usage given.
     """
 
+    # Operators decide the class of their results: torch would make all of them Float8Tensors.
     __torch_function__ = no_torch_function
 
     # What torch.compile sees, by the names of _BUFFERS. All of a usage that is absent is None.

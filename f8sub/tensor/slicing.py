@@ -169,6 +169,7 @@ def _join_operands(of_each: list[Operand | None], dim: int, usage: str) -> Opera
                 f"cannot join {usage} codes of {first.format}: each has a scale for all of its own, and together they "
                 "would have one, as only parts of one tensor do; join what .dequantize() returns"
             )
+    # Where one scale is for all, the loop above raised unless it is the same memory in each.
     scale_inv = first.scale_inv
     if not is_shared:
         scale_inv = _as_bytes(

@@ -188,6 +188,7 @@ class Conversion:
         guests: Sequence[type[Guest]] = (),
         layer_guests: Sequence[type[LayerGuest]] = (),
     ) -> None:
+        # Whoever walked a model for its conversions walks it again.
         Conversion.made += 1
         self.options = options or {}
         self._classes = tuple(guests), tuple(layer_guests)
@@ -201,6 +202,7 @@ class Conversion:
         self.layer_guests = [guest() for guest in layer_guests]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without the records: these refer to modules weakly, and each copied layer enters itself.
         return Conversion, (self.options, *self._classes)
 
     @staticmethod
@@ -292,6 +294,7 @@ class Conversion:
         return self._listed[1]
 
     def __iter__(self) -> Iterator[WeightRecord]:
+        # By name, because guests begin collectives while they walk these.
         return iter(sorted(self.records, key=lambda record: record.fqn))
 
     def guest(self, kind: type[G]) -> G:
@@ -313,6 +316,7 @@ class Conversion:
         records = self.records
         new = [(record, record.parameter) for record in records if not record.entered]
         if sharded := [(record, w) for record, w in new if is_dtensor(w) and (gathered or sharded_dims(w))]:
+            # By name, the one order that all ranks share: entering a weight begins collectives.
             self._enter(sorted(sharded, key=lambda each: each[0].fqn), asked)
         # One rank alone may have to follow, so nothing is communicated.
         self.unsharded = [record for record in records if not record.follow()]
@@ -358,6 +362,7 @@ class Conversion:
     def loaded(self) -> None:
         """Enter that a state dict was loaded into one of the modules."""
         self.changes += 1
+        # ``assign=True`` may have brought other memory, which the next state dict has to keep again.
         self._kept.clear()
         for guest in self.guests_with_past:
             guest.loaded()

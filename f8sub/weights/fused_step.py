@@ -75,6 +75,7 @@ def _squares(tensors: list[torch.Tensor], mesh: Any, dims: tuple[int, ...]) -> t
     if values:
         total = adamw_launch.sum_of_squares(values)
     for dim in dims:
+        # Over the dimensions that shard alone: replicas have the same squares.
         dist.all_reduce(total, group=mesh.get_group(dim))
     return total
 
@@ -234,11 +235,14 @@ class FusedStep:
             device = counts[0].device
             if self._amaxes is None or len(self._amaxes) < len(shards) or self._amaxes.device != device:
                 self._amaxes = torch.zeros(max(len(shards), 1), dtype=torch.float32, device=device)
+            # A maximum is taken by atomics, from 0 on.
             self._amaxes.zero_()
             scalars = Scalars(clip, found_inf)
+            # Before the kernel, which reads them for the bias corrections, as torch's does.
             torch._foreach_add_(counts, 1)
             for group in groups:
                 adamw_launch.step(group.tensors, group.options, scalars, self._amaxes)
+            # As in torch, a step that is skipped is not counted.
             if found_inf is not None:
                 torch._foreach_sub_(counts, [found_inf] * len(counts))
             _tell(shards, self._amaxes)

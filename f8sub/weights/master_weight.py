@@ -119,6 +119,8 @@ class MasterWeight(Weight):
             self._traced = self._alias = None
             self.cell = cell or Cell(StorageWeakRef(self.untyped_storage()))
             return self
+        # While torch.compile traces, ``data`` is a fake or functional tensor, which has to go on seeing operators: a
+        # subclass that shared its storage would be in the way.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             data.shape,
@@ -245,6 +247,7 @@ class MasterWeight(Weight):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
+            # Modules that are tied get one copy, and so stay tied.
             return memo[id(self)]
         copy: Any = self.plain.clone() if self.copies_plainly else type(self)(self.plain.clone())
         if isinstance(self, torch.nn.Parameter):
@@ -268,6 +271,7 @@ class MasterWeight(Weight):
         op, wrap, takes_values = _HANDLINGS.get(id(func)) or _handling_of(func)
         if takes_values:
             _refuse_raw(*args[:2])
+        # Before the operator runs: one that fails halfway wrote, too.
         for position, name in op.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in tree_leaves(value) if isinstance(value, (list, tuple)) else (value,):
@@ -428,6 +432,7 @@ def rowwise_of(
     owned = weight.owns_storage and not (cell.replayed or is_capturing(weight))
     # Views share the cell: a transposed weight, or some of its rows, has other codes.
     place = weight.shape, weight.stride(), weight.storage_offset()
+    # The generation, because a delayed scale becomes another one without a write to the weight.
     key = weight.state, place, format, dtype, source.generation
     if owned and cell.cast is not None and cell.cast[0] == key:
         return cell.cast[1]

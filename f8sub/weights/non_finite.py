@@ -46,6 +46,7 @@ class HeldWeights(Guest):
     """
 
     def __init__(self, conversion: Conversion) -> None:
+        # Weakly, because the conversion holds its guests.
         self._conversion = weakref.ref(conversion)
         self._finite: weakref.WeakKeyDictionary[WeightRecord, State] = weakref.WeakKeyDictionary()
         self._looks: list[tuple[list[tuple[weakref.ref[WeightRecord], State]], HostCopy]] = []

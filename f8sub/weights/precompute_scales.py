@@ -67,6 +67,7 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
 @functools.cache
 def watch_optimizer_steps() -> None:
     """Have every optimizer mark the weights that it changes: a compiled step bypasses the dispatch that would."""
+    # Hooks of all optimizers: a training loop need not tell f8sub which one steps its weights.
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -226,6 +227,7 @@ def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]], *, by_repl
         masters = [local for weight in weights if isinstance(local := local_tensor(weight), MasterWeight)]
         for master in masters:
             master.mark_stale(by_replays=by_replays)
+        # A count that every rank has: each one steps its optimizer, whether or not its shards have elements.
         if masters and conversion is not None:
             conversion.changes += 1
 

@@ -64,6 +64,7 @@ class DroppedShard(Shard):
     @classmethod
     def _made_of(cls, shard: Shard, shape: torch.Size) -> "DroppedShard":
         dropped = shard
+        # The object stays what it is: the table, the record and what FSDP2 was handed refer to it.
         dropped.__class__ = cls
         if not isinstance(dropped, DroppedShard):
             raise RuntimeError(f"{shard.fqn}: a {type(shard).__name__} cannot hold codes alone")
@@ -412,6 +413,7 @@ class PrimaryWeight(Weight):
             args[position] if position < len(args) else kwargs.get(name) for position, name in op.written
         ]
         results = tree_leaves(written)
+        # The handle has no storage: what is written to it has to land in the master.
         targets = {id(t): _master_view(t) for t in results if isinstance(t, PrimaryWeight)}
         dtypes = {t.dtype: targets[id(t)].dtype for t in results if id(t) in targets}
         kept = set(map(id, results))
@@ -424,6 +426,7 @@ class PrimaryWeight(Weight):
 
         args_in, kwargs_in = tree_map_only(torch.Tensor, given, (args, kwargs))
         out = func(*args_in, **kwargs_in)
+        # An in-place operator returns what it was called with, which is the handle.
         return written[0] if targets and isinstance(out, MasterWeight) else out
 
 
@@ -462,6 +465,7 @@ def like_sharded(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(weight):
         return local
     mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    # A check would communicate, and a rank may take its state dict alone.
     return weight.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -479,6 +483,7 @@ def _master_view(weight: PrimaryWeight) -> MasterWeight:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight: PrimaryWeight = args[0]
+    # On the meta tensor: torch works out shapes and strides, of which the handle has nothing but those.
     views = func(weight._geometry, *args[1:], **kwargs)
     return tree_map_only(
         torch.Tensor, lambda geometry: type(weight)(geometry, weight._slot, weight.device), views
@@ -498,6 +503,7 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target._slot.primary is None and source.shape == source.primary.shape:
             # FSDP2 pads a short shard: the zeros become a handle of the same weight.
             target._slot.primary = source.primary
+        # Two handles of one weight: there is nothing to copy.
         if target._slot.primary is source.primary:
             return target
     if is_raw(source):
@@ -522,6 +528,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{primary.fqn}: to {device} would part the weight from its master on {weight.device}; move the model "
                 "before MasterWeights(optimizer)"
             )
+        # A Primary of its own, because views of the weight before the move still read its codes there.
         moved = Primary(primary.record, primary.fqn, primary.shape, primary.dtype, sharded=False)
         moved.codes = primary.codes.to(device)
         return type(weight)(weight._geometry, _PrimaryReference(moved), device)
@@ -537,6 +544,7 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return zeros for FSDP2 to copy the weight into; plain ones where another dtype or device is asked for."""
     weight: PrimaryWeight = args[0]
     options = {name: value for name, value in kwargs.items() if value is not None}
+    # On meta, because these zeros are never read: FSDP2 copies the weight over them.
     geometry = func(weight._geometry, *args[1:], **{**options, "device": "meta"})
     if geometry.dtype == weight.dtype and torch.device(options.get("device", weight.device)) == weight.device:
         return type(weight)(geometry, _PrimaryReference(None), weight.device)
@@ -552,6 +560,7 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.copy_.default: _copy_into,
     aten._to_copy.default: _to_copy,
+    # FSDP2 pins shards for CPU offload, and a handle has no memory to pin.
     aten._pin_memory.default: _same_handle,
     aten.new_zeros.default: _new_zeros,
     aten.empty_like.default: _plain_like,

@@ -298,6 +298,7 @@ class PendingCodes(torch.Tensor):
             cast_into([args[1]], [args[0]])
             return args[0]
         if func.namespace == "fsdp":
+            # Another operator of FSDP2 may want the data laid out otherwise: an error is better than a guess.
             raise unknown_operator(func.name())
         args, kwargs = tree_map_only(PendingCodes, lambda each: each.codes(), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -347,6 +348,7 @@ def _copy_in(
     own = gathered.narrow(0, size * rank, size)
     outs = own.split(sizes)
     plain = [number for number, each in enumerate(inputs) if not isinstance(each, PendingCodes)]
+    # Norms, biases and weights in high precision are gathered with these.
     if plain:
         torch._foreach_copy_([outs[number] for number in plain], [inputs[number] for number in plain])
     pending = [(each, out) for each, out in zip(inputs, outs, strict=True) if isinstance(each, PendingCodes)]
@@ -356,6 +358,7 @@ def _copy_in(
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
     """Cast each shard into contiguous bytes of one memory; in one launch, where kernels do."""
+    # FSDP2 gathers the same parameters together each time, so the first weight stands for all of them.
     first = pending[0].shard
     if first.casts is None or first.casts.state != _state(pending, outs):
         first.casts = Casts(pending, outs)

@@ -184,6 +184,7 @@ class Weight(torch.Tensor):
         return 1 if is_swapped_with_itself(self) else min(count, 2)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A checkpoint that pickles parameters opens where f8sub is not installed.
         plain = self.plain
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
@@ -220,6 +221,7 @@ class Weight(torch.Tensor):
         if record is not None and not record.entered and record.gathered:
             record.settle_layout()
         if record is None or not record.gathered:
+            # FSDP2 asks by ``hasattr``, which takes this error of a property for a tensor without hooks.
             raise AttributeError("the weight is gathered in high precision")
         return record
 
@@ -280,6 +282,7 @@ def _to_wire(weight: Weight, record: WeightRecord) -> tuple[tuple[torch.Tensor],
         if record.conversion is None:
             raise RuntimeError(f"{record.fqn}: its weight is gathered and its module is gone")
         shard = record.conversion.shard_of(record)
+    # FSDP2 may have padded the shard into other memory since the last gather.
     record.follow()
     codes, ticket = shard.exchange.gather_input(shard, weight)
     return (codes,), (shard, ticket)
@@ -404,6 +407,7 @@ def take_place(new: torch.nn.Parameter, old: torch.Tensor) -> bool:
     new._backward_hooks = old._backward_hooks
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     own: Any = getattr(type(old), "OWN_ATTRIBUTES", ())
+    # Trainers mark parameters by attributes of their own, and look for the marks later.
     vars(new).update((name, value) for name, value in vars(old).items() if name not in own)
     try:
         torch.utils.swap_tensors(old, new)

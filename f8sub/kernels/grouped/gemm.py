@@ -104,6 +104,7 @@ def _run_triton(product: Callable[..., Any], a: Operand, b: Operand, rows: Rows,
         return Launches(launches, [out, launches[0].arguments["table_ptr"]], [])
 
     with support.device_of(a.data):
+        # The formats, because shapes do not always tell what a scale serves.
         kind = product, a.format, b.format, rows.total, *how
         return run(kind, (*a.tensors, *b.tensors, *rows[:3]), make)[0]
 
@@ -175,6 +176,7 @@ def _scaled_rows(
         # torch takes a scale for each row of tokens, so each row gets its group's.
         a_scale = a_scale[groups.of_row().clamp(max=experts - 1)]
     b_scale = _a_row(b.scale_inv.flatten(1), b.data.shape[1]).view(experts, -1)
+    # torch takes the second factor column-major: (N, K) row-major, seen transposed.
     weights = b.data.contiguous().transpose(1, 2)
     y = _scaled_mm(a.data, weights, (a_scale, b_scale), groups.ends, out_dtype, fast_accum)
     return clear_past(y, groups.ends)

@@ -62,6 +62,7 @@ def step_many(
             m = tl.load(m_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
             v = tl.load(v_ptr + at + i, mask=inside, other=0.0).to(tl.float32)
             if clip_ptr is not None:
+                # torch clips in place, and so rounds what it clips to the dtype of gradients.
                 g = (g * clip).to(OF_GRADIENTS).to(tl.float32)
             if MAXIMIZE:
                 g = -g

@@ -19,6 +19,7 @@ from f8sub.kernels.triton.tile_ops import (
     store,
 )
 
+# They saturate and keep NaN, as ``reference.cast`` does, and cast two numbers at once.
 CAST_TO_E4M3 = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32")
 CAST_TO_E5M2 = tl.constexpr("cvt.rn.satfinite.e5m2x2.f32")
 
@@ -145,6 +146,7 @@ def codes_of_rows(pair, scale, CAST: tl.constexpr):
     if INTERPRETED:
         return _two_codes(_lo(pair) * scale, _hi(pair) * scale, CAST).to(tl.uint16)
     else:
+        # bfloat16 is the upper half of float32: a shift or a mask makes the one of the other.
         TO: tl.constexpr = CAST_TO_E4M3 if CAST.TOP == 448.0 else CAST_TO_E5M2
         return tl.inline_asm_elementwise(
             "{ .reg .f32 a, b, c, d; .reg .b16 u, v;"
@@ -196,6 +198,7 @@ def rows_of_columns(words):
         return even.to(tl.uint16), odd.to(tl.uint16)
     else:
         return tl.inline_asm_elementwise(
+            # bytes 0 and 2 of a word are of the even row, bytes 1 and 3 of the odd one
             "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;",
             "=r,=r,r,r",
             [words],

@@ -91,6 +91,7 @@ def _side(name: str, operand: Operand, lines: int, persistent: bool) -> dict[str
         codes = codes.clone()
     scale, stride, edge, depth = _scales(operand, lines, persistent)
     if persistent:
+        # A row of a block is 128 bytes, the widest swizzle, in which the tensor cores read without bank conflicts.
         blocks = LaidOutDescriptor.from_tensor(codes, [lines, BLOCK], layout(128, 8))
     else:
         blocks = TensorDescriptor.from_tensor(codes, [lines, BLOCK])

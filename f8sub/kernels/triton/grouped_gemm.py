@@ -27,6 +27,7 @@ def clear_from(first, out_ptr, M, N, BLOCK: tl.constexpr):
             tl.store(out_ptr + row * N + j, zeros, mask=j < N)
 
 
+# Tokens come in another number each step: Triton would compile again where one is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["M", "N", "GROUPS"])
 def table_of_rows(
     first_ptr, ends_ptr, placed_ptr, table_ptr, out_ptr, M, N, GROUPS,
@@ -128,6 +129,7 @@ def multiply_groups(
     # The host launches as many programs as there may be tiles; the GPU alone knows how many there are.
     if tile >= down * across:
         return
+    # Neighbours share rows of ``a`` and columns of ``b``, so that L2 serves most of their loads.
     in_group = GROUP * across
     first_row = tile // in_group * GROUP
     rows_in_group = tl.minimum(down - first_row, GROUP)

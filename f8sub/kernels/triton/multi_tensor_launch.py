@@ -128,6 +128,7 @@ def _amaxes(matrices: list[ShardInTable], table: torch.Tensor, aligned: bool) ->
     arguments = {
         "matrices_ptr": sent_to(device, rows),
         "matrix_of_program_ptr": sent_to(device, of_program),
+        # There is an atomic maximum of integers, as which the bits of amaxes order.
         "amax_ptr": table.view(torch.int32),
         "BLOCK": BLOCK,
         "SPAN": SPAN,

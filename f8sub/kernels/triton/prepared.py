@@ -130,6 +130,7 @@ def run(kind: Hashable, given: Sequence[torch.Tensor | None]) -> list[torch.Tens
         return None
     key, addresses = key_of(kind, given)
     found = cache.get(key)
+    # A launch goes to the current device, wherever the tensors are.
     if found is None or found.current_device() != found.index:
         return None
     return found.run(given, addresses)

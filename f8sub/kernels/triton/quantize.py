@@ -76,6 +76,7 @@ def cast_with_one(
     # The last tile first: what an amax was taken from last is still in L2.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = place(index, M, N, TILE.ROWS, TILE.COLS)
+    # The cast is the last to read x here, so that its lines may leave L2 first.
     even, odd = load_halves(x_ptr, at, TILE, "evict_first")
     if prior_ptr is None:
         scale = scale_from_amax(tl.load(amax_ptr), CAST)

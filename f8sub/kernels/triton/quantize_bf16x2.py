@@ -154,6 +154,7 @@ def cast_pairs_with_prior(
     largest = largest_half_of_tile(even & 0x7FFF7FFF, odd & 0x7FFF7FFF)
     tl.atomic_max(largest_ptr, largest << 16, sem="relaxed")
     store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, at, at, CAST, True, TILE)
+    # A prior scale need not keep to the format's rule.
     scale_inv = inverse(scale, False)
     if row_ptr is not None:
         tl.store(row_scale_inv_ptr, scale_inv, mask=index == 0)

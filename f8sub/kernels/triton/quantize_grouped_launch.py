@@ -87,6 +87,7 @@ def quantization(
     strips = -(-rows // edge)
     strips += -strips % WHOLE_STRIPS
     is_of_groups = col is not None and edge % EDGE == 0 and (tile.is_whole or tile == ROWWISE)
+    # In turn, where L2 would have lost the first rows before a second launch reads them.
     turns = rows // edge if is_of_groups and x.nbytes >= LEAST_BYTES and is_paired(x, EDGE, rows) else 0
     zeros = _zeros(x, len(ends), tile, row is not None, turns > 0)
     counts = [3 * strips, 2 * RECORD.value * turns, *zeros]

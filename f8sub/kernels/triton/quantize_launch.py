@@ -175,6 +175,7 @@ def deriving(rowwise: Operand, col: Operand) -> tuple[list[Launch], tuple[torch.
     }
     if format.tile == VECTOR:
         arguments["BLOCK_STRIDE"] = scale_inv.stride(1)
+        # Each square has the amaxes of its own columns, so one launch finds and casts.
         return [over(codes, SQUARE, transpose.requantize_vectors, arguments, WARPS_8)], ()
     amax = torch.zeros(codes.numel() // codes.shape[-2], dtype=torch.int32, device=codes.device)
     find = {**arguments, **CODE_LINES_READ, "col_amax_ptr": amax}
@@ -330,6 +331,7 @@ def _one_scale(
 def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
     rows, cols = x.shape
     if filled["col_ptr"] is None and cols <= ROW_PART:
+        # The sides of Triton's tiles are powers of two.
         along = max(1 << (cols - 1).bit_length(), 16)
         return [over(x, (WHOLE_ROWS // along, along), quantize.quantize_whole_rows, filled, WARPS_4)], ()
     if filled["col_ptr"] is None:
@@ -370,6 +372,7 @@ def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
     if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
         return over(x, (edge, edge), quantize_bf16x2.quantize_paired_squares, filled, WARPS_8, tile)
+    # Two programs on an SM: one loads while the other one casts.
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return over(x, (edge, edge), quantize.quantize_squares, filled, options, SQUARE)
 
@@ -440,6 +443,7 @@ def _of_many(placed: Sequence[tuple[ShardSlice, int]], aligned: bool, whole: boo
     programs: list[int] = []
     for part, out_offset in placed:
         (height, width), scale = part.x.shape, part.scale
+        # Addresses: a shard that moved is found by ``shard._state`` before these are read again.
         rows += [part.x.data_ptr(), sum(programs), height, width, out_offset, part.out_stride]
         rows += [scale.data_ptr(), scale.stride(0), *part.offset]
         programs.append(cdiv(height, PART[0]) * cdiv(width, PART[1]))

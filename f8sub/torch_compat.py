@@ -1002,22 +1002,38 @@ class TrainingState(torch.nn.Module):
     """Holds what a training keeps besides weights, in float32 buffers: state dicts have it, and no engine reads it.
 
     The buffers stay float32 under ``model.to(dtype)``, and ``to_empty`` never leaves them uninitialized. A state dict
-    without them is of a model that kept none, and is no error.
+    without them is of a model that kept none, and is no error. Loaded into a model on meta with ``assign=True`` it
+    gives the other tensors memory, and ``come_to`` has these follow.
     """
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainingState":
         """Follow ``fn`` to its device and nothing else: neither to its dtype, nor into uninitialized memory."""
         for name, buffer in self.named_buffers():
-            device = fn(buffer).device
+            try:
+                device = fn(buffer).device
+            except NotImplementedError:
+                # ``to`` copies nothing from meta, as ``to_empty`` does: a tensor without elements shows where it leads.
+                device = fn(torch.empty(0, dtype=buffer.dtype, device="cpu")).device
             # From meta there is nothing to move: zeros are an empty past.
             if device != buffer.device:
                 moved = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 self._buffers[name] = moved
         return self
 
+    def come_to(self, device: torch.device) -> None:
+        """Give what is on meta memory on a device: zeros, an empty past."""
+        missing = {name: buffer for name, buffer in self.named_buffers() if buffer.is_meta}
+        if missing and device.type != "meta":
+            with torch.inference_mode(mode=False):
+                self._buffers.update({n: torch.zeros_like(b, device=device) for n, b in missing.items()})
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
+            # A state dict has no flags, and ``assign=True`` brings memory for what it has.
+            devices = {buffer.device for buffer in self.buffers() if not buffer.is_meta}
+            for device in devices:
+                self.come_to(device)
 
 
 def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:

@@ -131,6 +131,9 @@ class AttentionState(TrainingState):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """``torch.nn.functional.scaled_dot_product_attention``, in float8 where it applies."""
+        if self.mark.is_meta and not torch.compiler.is_compiling():
+            # A state dict that was loaded with ``assign=True`` moved the model alone.
+            self.come_to(query.device)
         # What autocast does in torch's own.
         dtype = autocast_dtype(query.device.type)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))

@@ -38,12 +38,12 @@ from f8sub.delayed.state import (
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
-from f8sub.torch_compat import graph_task, no_dispatch_modes, remove_hook, running_ddp
+from f8sub.torch_compat import graph_task, is_dtensor, no_dispatch_modes, remove_hook, running_ddp
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps, weight_amaxes
-from f8sub.weights.weight import WeightRecord, local_tensor
+from f8sub.weights.weight import WeightRecord, local_tensor, own_parameter
 
 _last_steps: weakref.WeakKeyDictionary[WeightRecord, int] = weakref.WeakKeyDictionary()
 """The last optimizer step of its conversion that stepped a weight."""
@@ -425,6 +425,8 @@ class DelayedLayers(LayerGuest):
     def loaded(self, layer: Any, state_dict: dict[str, Any], prefix: str) -> None:
         for name in layer._f8sub.conversion.names_of(layer):
             forget_missing(layer, name, state_dict, prefix)
+            for state in states_of(layer, name):
+                state.come_to(_device_of(own_parameter(layer, name)))
 
     @override
     def alike(self, layer: Any) -> dict[str, str]:
@@ -465,6 +467,11 @@ def _record_of(weight: torch.Tensor) -> WeightRecord | None:
     """Return a master weight's record; where modules share it, that of one of them."""
     local = local_tensor(weight)
     return local.record if isinstance(local, MasterWeight) else None
+
+
+def _device_of(weight: torch.Tensor) -> torch.device:
+    """Return the device that multiplies by a weight: under CPU offload its shards are elsewhere."""
+    return torch.device(weight.device_mesh.device_type) if is_dtensor(weight) else weight.device
 
 
 def _left_out(operands: Sequence[str]) -> str:

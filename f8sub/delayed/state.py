@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from f8sub.capture import current_capture
 from f8sub.errors import Float8ConfigError
@@ -164,6 +165,13 @@ class ScalingState(TrainingState):
             self.mark_rolled()
             self._forget_known()
         return self
+
+    @override
+    def come_to(self, device: torch.device) -> None:
+        before = self.scale
+        super().come_to(device)
+        if self.scale is not before:
+            self.mark_rolled()
 
     def _save_to_state_dict(self, *args: Any) -> None:
         super()._save_to_state_dict(*args)

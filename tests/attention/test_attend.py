@@ -340,6 +340,26 @@ def test_copies_and_pickles():
         assert same(gradients(each, x), expected)
 
 
+@pytest.mark.parametrize(("backward", "has_past"), [("float8", True), ("float8", False), ("bf16", False)])
+def test_a_model_on_meta_attends_on_a_state_dict_that_is_assigned(backward, has_past):
+    """What counts saturations is in no state dict, and a history in none of attention in high precision."""
+    trained = blocks()
+    in_float8(trained, backward=backward)
+    gradients(trained, tokens())
+    kept = {name: value for name, value in trained.state_dict().items() if has_past or CHILD not in name}
+    with torch.device("meta"):
+        model = blocks()
+    in_float8(model, backward=backward)
+    expected = blocks()
+    in_float8(expected, backward=backward)
+    expected.load_state_dict(kept, strict=False)
+    model.load_state_dict({n: v.clone() for n, v in kept.items()}, assign=True, strict=False)
+    for seed in range(2):
+        assert same(gradients(model, tokens(seed=seed)), gradients(expected, tokens(seed=seed)))
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert state_of(model[0].attention).history.any() == (backward == "float8")
+
+
 def test_with_float8_layers_and_back():
     model, plain = blocks(), blocks()
     f8sub.convert_to_float8(model, min_dim=0)

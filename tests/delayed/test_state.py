@@ -130,6 +130,36 @@ def test_a_state_dict_restores_bitwise_and_one_without_histories_begins_anew():
     assert history_of(layer).any()
 
 
+@pytest.mark.parametrize("has_histories", [True, False])
+def test_a_model_on_meta_trains_on_a_state_dict_that_is_assigned(has_histories):
+    """Flags are in no state dict, histories in none of a model in high precision; both need memory all the same."""
+    trained = layer_of(amax_history_len=4)
+    for number in range(2):
+        step(trained, optimizer_of(trained), number)
+    kept = {n: v.clone() for n, v in trained.state_dict().items() if has_histories or "scaling" not in n}
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(K, N))
+    layer = f8sub.convert_to_float8(model, f8sub.get_recipe("delayed", amax_history_len=4))[0]
+    layer.load_state_dict({name: value.clone() for name, value in kept.items()}, assign=True, strict=False)
+    expected = layer_of(amax_history_len=4)
+    expected.load_state_dict(kept, strict=False)
+    for each in (layer, expected):
+        optimizer = optimizer_of(each)
+        for number in range(3):
+            step(each, optimizer, number)
+    assert_same(dict(layer.state_dict()), dict(expected.state_dict()))
+    assert history_of(layer).any()
+
+
+def test_histories_on_meta_follow_a_model_that_is_moved():
+    layer = layer_of(amax_history_len=4)
+    layer.scaling_states.to("meta")
+    layer.to("cpu")
+    assert all(not buffer.is_meta and not buffer.any() for buffer in layer.buffers())
+    step(layer, optimizer_of(layer), 1)
+    assert history_of(layer).any()
+
+
 def test_a_copy_has_a_history_of_its_own():
     layer = layer_of(amax_history_len=4)
     step(layer, optimizer_of(layer), 1)

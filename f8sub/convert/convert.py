@@ -42,7 +42,7 @@ from f8sub.recipes import DEFAULT
 from f8sub.torch_compat import CONVERSION, remove_hook, require
 from f8sub.weights.checks import Fsdp1, ShardChecks, warn_of_fsdp1
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.master_weight import MasterWeight, master_parameter
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps
 from f8sub.weights.precompute_scales import warn_of_replaced, watch_optimizer_steps
 from f8sub.weights.weight import Weight, conversion_of, is_converted, take_place
@@ -244,10 +244,9 @@ def _wrap_weights(conversion: Conversion) -> None:
         if isinstance(weight, MasterWeight):
             continue
         if id(weight) not in made:
-            master = MasterWeight(weight.detach())
-            master.cell.record = record
-            made[id(weight)] = torch.nn.Parameter(master, weight.requires_grad)
-        replace_parameter(record.module, record.name, made[id(weight)])
+            made[id(weight)] = master_parameter(weight, record)
+        if made[id(weight)] is not weight:
+            setattr(record.module, record.name, made[id(weight)])
 
 
 def replace_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from f8sub.kernels.gemm.select import Plan
 from f8sub.linear import autocast
 from f8sub.linear.saved_input import AUTO
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight, reassigned
+from f8sub.weights.master_weight import MasterWeight, master_parameter, reassigned
 from f8sub.weights.weight import (
     STATE,
     casting,
@@ -143,9 +143,13 @@ class ConvertedModule(torch.nn.Module):
         # Copies and pickles come here, and belong to a conversion of their own.
         self._f8sub.enter_weights(self)
         for name, weight in _held(self).items():
+            record = self._f8sub.conversion.record_of(self, name)
+            # A pickle has plain parameters, which nothing of f8sub's would follow.
+            if type(weight) is torch.nn.Parameter and type(weight.data) is torch.Tensor:
+                weight = self._parameters[name] = master_parameter(weight, record)
             local = local_tensor(weight)
             if isinstance(local, MasterWeight):
-                local.cell.take(self._f8sub.conversion.record_of(self, name))
+                local.cell.take(record)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         # What guests save is then of the last optimizer step.

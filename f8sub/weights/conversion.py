@@ -432,8 +432,8 @@ class Conversion:
         if master is None or (sent and not hasattr(local, "fsdp_pre_all_gather")):
             raise Float8ConfigError(
                 f"{record.fqn}: FSDP2 would gather its weight in high precision, because a {type(local).__name__} took "
-                "the converted one's place; assign weights before convert_to_float8 or copy into them, load state "
-                "dicts and not pickled models, or convert with float8_all_gather=False"
+                "the converted one's place; assign weights before convert_to_float8 or copy into them, or convert "
+                "with float8_all_gather=False"
             )
         if master.cell.record is None or master.cell.record.conversion is None:
             master.cell.record = record  # else of another module's weight that is tied to this one

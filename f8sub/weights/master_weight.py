@@ -28,7 +28,7 @@ from f8sub.torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from f8sub.weights.weight import Weight, WeightRecord, is_raw, local_tensor, written_raw
+from f8sub.weights.weight import Weight, WeightRecord, is_raw, local_tensor, take_place, written_raw
 
 State = tuple[int, int, int]
 """Which storage a weight lies in, and what was written to it, see ``MasterWeight.state``."""
@@ -373,6 +373,14 @@ def _handling_of(func: Any) -> tuple[Operator, _Wrap | None, bool]:
     wrap = _count_versions if op.written and name.startswith("aten::_foreach") else _WRAPS.get(name)
     _HANDLINGS[id(func)] = op, wrap or (_wrap_views if op.is_view else None), name in _TAKE_VALUES
     return _HANDLINGS[id(func)]
+
+
+def master_parameter(weight: torch.nn.Parameter, record: WeightRecord) -> torch.nn.Parameter:
+    """Make a parameter a master weight, and return it: the same object, which tied modules have, where torch can."""
+    master = MasterWeight(weight.detach())
+    master.cell.record = record
+    made = torch.nn.Parameter(master, weight.requires_grad)
+    return weight if take_place(made, weight) else made
 
 
 def reassigned(record: WeightRecord, before: torch.Tensor, kind: type[torch.Tensor]) -> None:

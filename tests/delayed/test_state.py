@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 from itertools import product
 
 import pytest
@@ -25,7 +26,7 @@ from tests.delayed.layers import (
     state_of,
     step,
 )
-from tests.models import seed_weights
+from tests.models import seed_weights, update
 from tests.selection import long_but
 
 
@@ -168,6 +169,28 @@ def test_a_copy_has_a_history_of_its_own():
     step(twin, optimizer_of(twin), 2, size=10.0)
     assert_same(snapshot(layer), before)
     assert history_of(twin)[:, 0].max() > 10 * 2
+
+
+def test_a_pickle_trains_on_as_a_copy_does():
+    """Its weights are known, so that its optimizer's steps roll histories."""
+    model = nn.Sequential(layer_of(amax_history_len=4), nn.Linear(N, K), nn.Linear(N, K))
+    model[2].weight = model[1].weight
+    f8sub.convert_to_float8(model, f8sub.get_recipe("delayed", amax_history_len=4))
+    step(model[0], optimizer_of(model[0]), 1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    arrived, copied = torch.load(file, weights_only=False), copy.deepcopy(model)
+    assert arrived[2].weight is arrived[1].weight
+    for each in (arrived, copied):
+        optimizer = optimizer_of(each)
+        for number in range(3):
+            x, _ = data(number)
+            for tied in each[1:]:
+                tied(each[0](x)).square().sum().backward()
+            update(each, optimizer)
+    assert_same(dict(arrived.state_dict()), dict(copied.state_dict()))
+    assert not torch.equal(history_of(arrived[0]), history_of(model[0]))
 
 
 def test_a_context_rolls_a_state_of_its_own():

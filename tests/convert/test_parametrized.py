@@ -148,3 +148,17 @@ def test_to_another_dtype_while_a_graph_is_alive(kind):
     x = x_of().detach().bfloat16()
     assert torch.equal(call(model, x), call(expected, x))
     assert alive.dtype == torch.float32
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_report_counts_a_parametrized_weight_once(first):
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64))
+    if first:
+        parametrizations.weight_norm(model[0])
+    f8sub.convert_to_float8(model)
+    if not first:
+        parametrizations.weight_norm(model[0])
+    report = f8sub.conversion_report(model)
+    assert report.flops_share == (0.5 if first else 1.0)
+    assert report.not_counted_share == 0
+    assert "parametrizations" not in str(report)

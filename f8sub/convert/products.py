@@ -282,7 +282,8 @@ def linear_products(
     found: list[Product] = []
     seen = set()
     for fqn, layer in modules.items():
-        if not isinstance(layer, torch.nn.Linear):
+        # A lazy layer has no sizes yet.
+        if not isinstance(layer, torch.nn.Linear) or any(map(is_lazy, layer.parameters(recurse=False))):
             continue
         (weight,) = (product.weight for product in products_of(layer, fqn))
         layer_name = fqn.removesuffix(".base_layer")  # which PEFT puts under an adapter

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from f8sub.convert.class_swap import extensions
 from f8sub.convert.patterns import (
@@ -166,6 +167,8 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
     # prune and the older weight_norm and spectral_norm of torch.nn.utils make the weight in a hook before forward.
     if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
         return "its weight is parametrized"
+    if is_lazy(module.weight):
+        return f"the weight of this {name} has no shape yet; run a batch through the model first"
     if module.weight.dim() != 2:
         return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
     # An instance's own forward runs instead of any class's.

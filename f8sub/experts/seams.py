@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear, local_part
@@ -50,7 +51,7 @@ class Seam:
 
 def _stacked(module: torch.nn.Module) -> list[str]:
     """Return the names of a module's weights of three dimensions; of one that is computed its own, no parameter's."""
-    names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
+    names = [name for name, parameter in module.named_parameters(recurse=False) if _is_stack(parameter)]
     own = vars(module)
     whole = (next((w for end in MADE_OF if (w := name.removesuffix(end)) in own), name) for name in names)
     lists: Any = module._modules.get("parametrizations")
@@ -103,6 +104,11 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     if stacked and callable(getattr(module, "_grouped_mm", None)):
         return Seam()
     return None
+
+
+def _is_stack(parameter: torch.Tensor) -> bool:
+    # A lazy parameter has no dimensions yet.
+    return not is_lazy(parameter) and parameter.dim() == 3
 
 
 def calls_grouped_linear(module: torch.nn.Module) -> bool:

@@ -305,6 +305,19 @@ def test_a_deep_copy_of_the_model(recipe):
     assert torch.equal(twin(x_of()), model(x_of()))
 
 
+def test_lazy_layers_stay_until_they_have_weights():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(64), nn.Linear(64, 64))
+    f8sub.convert_to_float8(model)
+    report = f8sub.conversion_report(model)
+    assert report.flops_share == 1
+    assert "the weight of this LazyLinear has no shape yet" in str(report)
+    model(torch.ones(2, 3, 8, 8))
+    f8sub.convert_to_float8(model)
+    assert [type(layer) for layer in model[2:]] == [f8sub.Float8Linear] * 2
+    with pytest.raises(f8sub.Float8ConfigError, match="run a batch through the model first"):
+        f8sub.convert_to_float8(nn.Sequential(nn.LazyLinear(64)))
+
+
 def test_the_plans_of_a_model_from_another_process_have_keys_of_this_one():
     """What they stand for there is none of this process's business."""
     model, other = (f8sub.convert_to_float8(mlp(), recipe=recipe) for recipe in ("rowwise", "tensorwise"))

@@ -39,8 +39,8 @@ READERS = [
 by_page = pytest.mark.parametrize("page", READERS, ids=lambda page: str(page.relative_to(ROOT)))
 
 MOST_LINES_OF_README, MOST_WORDS_OF_README = 180, 1400
-MOST_WORDS_OF_DOCS = 29_400
-"""Of docs/ without docs/measurements and the generated docs/api.md, borders of tables not counted."""
+MOST_WORDS_OF_DOCS = 30_000
+"""Of README and docs/ without docs/measurements and the generated docs/api.md, borders of tables not counted."""
 MOST_WORDS_OF_A_PAGE = 1_600
 LONGER = {"troubleshooting.md": 7_000, "architecture.md": 2_250}
 """An entry for each error and warning; tables that a script writes."""
@@ -91,6 +91,7 @@ def test_the_readme_is_short():
 def test_the_documentation_is_short():
     docs = ROOT / "docs"
     pages = [page for page in docs.rglob("*.md") if page != API and docs / "measurements" not in page.parents]
+    pages.append(ROOT / "README.md")
     words = {page: sum(bool(re.search(r"\w", word)) for word in page.read_text().split()) for page in pages}
     assert sum(words.values()) <= MOST_WORDS_OF_DOCS
     assert not {page for page, count in words.items() if count > LONGER.get(page.name, MOST_WORDS_OF_A_PAGE)}

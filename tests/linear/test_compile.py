@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import f8sub
 from f8sub.kernels.gemm import select
@@ -155,7 +156,9 @@ def test_x_is_saved_in_float8_once_for_siblings(recipe):
     # x of gate and up, x of down.
     in_codes = in_float8(recipe)["dw"]
     of_siblings = [packed * WIDTH] * (1 if f8sub.get_recipe(recipe).delayed is None else 2)
-    assert sorted(float8.values()) == (sorted([*of_siblings, packed * HIDDEN]) if in_codes else [])
+    # torch 2.15 casts it again in backward: what it is computed from, gate's and up's outputs, is saved anyway.
+    of_down = [] if recipe == "rowwise" and torch.__version__ >= TorchVersion("2.15") else [packed * HIDDEN]
+    assert sorted(float8.values()) == (sorted([*of_siblings, *of_down]) if in_codes else [])
     high_precision = [t for t in saved.tensors if t.dtype == torch.float32 and t.numel() == tokens * HIDDEN]
     assert len(high_precision) <= 2 + (not in_codes)  # gate's and up's outputs, for their product; x of down
 

@@ -166,7 +166,6 @@ GATHER = Need(
         "torch.distributed._composable_state._module_state_mapping": "",
         "torch.distributed.distributed_c10d._get_default_store": "",
         "torch.distributed.distributed_c10d._get_object_coll_device": "group",
-        "torch.distributed.distributed_c10d._process_group_name": "ranks use_hashed_name",
         "torch.distributed.distributed_c10d._world.pg_map": "",
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
         "torch.ops.fsdp.all_gather_copy_in.default": (
@@ -206,7 +205,24 @@ REPLICAS = Need(
     {"DistributedDataParallel": "_join_config parameters_to_ignore"},
 )
 
-NEEDS = (CONVERSION, COMPILATION, TENSOR_PARALLELISM, LOADING, EXPERTS, GATHER, REDUCTION, REPLICAS, GRAPHS)
+GROUPS = Need(
+    "process groups of the ranks that share a model",
+    "train on one rank",
+    {"torch.distributed.distributed_c10d._process_group_name": "ranks use_hashed_name"},
+)
+
+NEEDS = (
+    CONVERSION,
+    COMPILATION,
+    TENSOR_PARALLELISM,
+    LOADING,
+    EXPERTS,
+    GATHER,
+    REDUCTION,
+    REPLICAS,
+    GROUPS,
+    GRAPHS,
+)
 
 
 def problems(need: Need) -> tuple[str, ...]:
@@ -434,6 +450,7 @@ def new_group(ranks: Iterable[int]) -> dist.ProcessGroup:
     Where ``init_process_group`` was given a ``device_id``, it also splits NCCL's communicator, which all ranks of the
     job would have to do.
     """
+    require(GROUPS)
     members = sorted(ranks)
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     if distributed_c10d._process_group_name is not _group_name:
@@ -450,6 +467,7 @@ def new_group(ranks: Iterable[int]) -> dist.ProcessGroup:
         _name_of_next.reset(before)
 
 
+@functools.wraps(_torchs_group_name)
 def _group_name(*args: Any, **kwargs: Any) -> Any:
     """Return a group's name: f8sub's where ``new_group`` makes it, torch's own otherwise."""
     name = _name_of_next.get()

@@ -378,6 +378,19 @@ _torchs_group_name = _private("torch.distributed.distributed_c10d._process_group
 _fsdp_states = _private("torch.distributed._composable_state._module_state_mapping")
 
 
+class PlainToDynamo(type(torch.Tensor)):  # type: ignore[misc]
+    """Of a class of tensors with memory and a ``__torch_dispatch__``: dynamo takes one for the tensor that it is.
+
+    Dynamo (2.11 to 2.15) looks at ``type(tensor).__torch_dispatch__``. Where that is ``torch.Tensor``'s it traces a plain
+    tensor and puts a guard on the class; others have to name tensors within them, which AOTAutograd looks up at each
+    call. Operators look at the tensor's own attribute, and so still find the method of the class.
+    """
+
+    @property
+    def __torch_dispatch__(cls) -> Any:
+        return torch.Tensor.__torch_dispatch__
+
+
 def is_dtensor(x: object) -> "TypeIs[DTensor]":
     """``isinstance(x, DTensor)`` without an import of its module, which takes half a second.
 
@@ -838,6 +851,17 @@ def empty_strided(
     It is what Inductor's code calls, and takes the host two thirds of the time of the public function.
     """
     found: Callable[..., torch.Tensor] = _empty_strided_cuda if device.type == "cuda" else _empty_strided_cpu
+    return found
+
+
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a class of ``PlainToDynamo`` as one of torch's own, in the same memory.
+
+    As such a class comes to what is called past the dispatcher.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    found: torch.Tensor = _reinterpret_tensor(tensor, tuple(tensor.shape), tensor.stride(), 0)
     return found
 
 

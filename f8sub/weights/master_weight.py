@@ -21,6 +21,7 @@ from f8sub.kernels.quantize import quantize
 from f8sub.kernels.scales import CURRENT, LayerSource, ScaleSource
 from f8sub.tensor.op_schema import Operator, describe
 from f8sub.torch_compat import (
+    PlainToDynamo,
     is_dtensor,
     no_torch_dispatch,
     no_torch_function,
@@ -83,24 +84,25 @@ class Cell:
 Self = TypeVar("Self", bound="MasterWeight")
 
 
-class MasterWeight(Weight):
+class MasterWeight(Weight, metaclass=PlainToDynamo):
     """A weight in high precision, sharded or whole, that pickles, checkpoints and computes as the tensor it is.
 
     Checkpointers find a real storage behind it. Operators return plain tensors, except the views and copies that
-    sharding APIs re-make weights with. While ``torch.compile`` traces, it wraps the traced tensor instead.
+    sharding APIs re-make weights with. ``torch.compile`` traces a plain tensor in its place, and compiled code is
+    handed the weight itself: unwrapping took the host longer than a check of all guards. Of a fake tensor, which has no
+    storage, it is a wrapper.
     """
 
     __torch_function__ = no_torch_function
 
-    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_traced", "_alias", "copies_plainly"})
+    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_fake", "copies_plainly"})
     """What an instance holds besides the attributes that users set on their parameters."""
 
     copies_plainly: bool = False
     """Whether copies are plain tensors: of views that a sharded model's state dict holds, and of views of those."""
 
     cell: Cell
-    _traced: torch.Tensor | None
-    _alias: tuple[tuple[Any, ...], torch.Tensor] | None
+    _fake: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -116,7 +118,7 @@ class MasterWeight(Weight):
             return torch.nn.Parameter(cls(values), requires_grad)  # type: ignore[return-value]
         if type(data) is torch.Tensor:
             self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
-            self._traced = self._alias = None
+            self._fake = None
             self.cell = cell or Cell(StorageWeakRef(self.untyped_storage()))
             return self
         # While torch.compile traces, ``data`` is a fake or functional tensor, which has to go on seeing operators: a
@@ -130,7 +132,7 @@ class MasterWeight(Weight):
             device=data.device,
             requires_grad=data.requires_grad,
         )
-        self._traced = data
+        self._fake = data
         self.cell = cell or Cell(None)
         return self
 
@@ -152,8 +154,8 @@ class MasterWeight(Weight):
     @property
     def plain(self) -> torch.Tensor:
         """The same storage as an ordinary tensor, created at each call: none is kept past ``p.data = t``."""
-        if self._traced is not None:
-            return self._traced
+        if self._fake is not None:
+            return self._fake
         with no_torch_dispatch():
             return torch.Tensor.detach(self)
 
@@ -195,9 +197,8 @@ class MasterWeight(Weight):
         if storage is None or memory._cdata != storage.cdata or (self.is_cpu and memory.is_shared()):
             return False
         if self.cell.shared:
-            # This tensor itself is one, and the alias for torch.compile another: any
-            # further one is somebody else's view.
-            if tensors_in_storage(self) > 1 + (self._alias is not None):
+            # This tensor itself is one: any further one is somebody else's view.
+            if tensors_in_storage(self) > 1:
                 return False
             self.cell.shared = False
             self.mark_stale()
@@ -212,38 +213,6 @@ class MasterWeight(Weight):
         if not by_replays and is_capturing(self):
             # Python runs once, at capture: replays write to the storage and call nothing here.
             self.cell.replayed = True
-
-    @property
-    def _inner(self) -> torch.Tensor:
-        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
-
-        It guards on the alias's identity, so that is kept for as long as it lies where the weight does. The address
-        shows that, which no other memory gets while the alias holds this one; each call of compiled code asks twice.
-        """
-        if self._traced is not None:
-            return self._traced
-        made_from = self.data_ptr(), self.stride(), self.shape
-        if self._alias is None or self._alias[0] != made_from:
-            # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
-            whole = self.plain.new_empty(0).set_(self.untyped_storage())
-            dlpack: Any = torch.utils.dlpack
-            memory = dlpack.from_dlpack(dlpack.to_dlpack(whole)).untyped_storage()
-            place = int(self.storage_offset()), self.shape, self.stride()
-            self._alias = made_from, whole.new_empty(0).set_(memory, *place)
-        return self._alias[1]
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, torch.Tensor],
-        context: None,
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-    ) -> "MasterWeight":
-        return cls(inner["_inner"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -280,10 +249,10 @@ class MasterWeight(Weight):
         first = args[0] if args else None
         # The usual case, a weight alone: no walk over the arguments.
         if len(types) == 1 and isinstance(first, MasterWeight):
-            plainly = first._traced is None
+            plainly = first._fake is None
         else:
             plainly = all(issubclass(t, MasterWeight) for t in types) and not any(
-                isinstance(t, MasterWeight) and t._traced is not None for t in tree_leaves((args, kwargs))
+                isinstance(t, MasterWeight) and t._fake is not None for t in tree_leaves((args, kwargs))
             )
         if plainly:
             with no_torch_dispatch():

@@ -1,12 +1,14 @@
 """Operators whose functions Inductor's code calls without the dispatcher."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import f8sub
-from f8sub.kernels import graph_ops
+from f8sub.kernels import cuda, graph_ops
 from tests.data_sets import gaussian, generator
 from tests.models import equal
 
@@ -49,6 +51,29 @@ def test_a_function_that_this_version_has_not_is_called_as_an_operator(monkeypat
     monkeypatch.setattr(graph_ops, "direct", {})
     results, _ = calls()
     assert equal(*results)
+
+
+@pytest.mark.parametrize("name", ["quantize", "quantize_experts"])
+def test_kernels_are_given_weights_as_plain_tensors(name, monkeypatch):
+    """Kernels take no other class, and the reference is slow."""
+    weight = f8sub.convert_to_float8(nn.Sequential(nn.Linear(128, 128)), recipe="blockwise")[0].weight
+    seen: list[torch.Tensor] = []
+
+    def quantizing(w: torch.Tensor, *how: Any, **options: Any) -> Any:
+        seen.append(w)
+        return kernel(w, *how, **options)
+
+    kernel = getattr(cuda, name)
+    monkeypatch.setattr(cuda, name, quantizing)
+    function = graph_ops.direct[f"f8sub.{name}.default"]
+    if name == "quantize":
+        made = function(weight, None, "e4m3[128x128]", None)
+        assert equal(made, function(weight.plain, None, "e4m3[128x128]", None))
+    else:
+        made = function(weight[None], "e4m3[128x128]")
+        assert equal(made, function(weight.plain[None], "e4m3[128x128]"))
+    assert [type(w) for w in seen] == [torch.Tensor] * 2
+    assert seen[0].data_ptr() == seen[1].data_ptr() == weight.data_ptr()
 
 
 def test_functions_that_change_arguments_are_called_as_operators():

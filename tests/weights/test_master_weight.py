@@ -2,10 +2,13 @@
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.utils import parameters_to_vector
 
 import f8sub
@@ -216,11 +219,25 @@ def test_a_view_of_the_weight_has_codes_of_its_own(view):
         assert (found - expected).norm() < 0.06 * expected.norm()
 
 
-def test_what_torch_compile_traces_has_the_strides_of_the_weight():
-    weight = f8sub.convert_to_float8(nn.Sequential(nn.Linear(32, 32)), recipe="tensorwise")[0].weight
-    assert weight._inner.stride() == (32, 1)
-    weight.data = weight.data.t()
-    assert weight._inner.stride() == (1, 32)
+def test_compiled_code_is_handed_the_weight_itself():
+    """Not a tensor of tensors, which AOTAutograd would have to look into at each call; however the weight lies."""
+    handed: list[torch.Tensor] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        def run(*args: torch.Tensor) -> Any:
+            handed.extend(args)
+            return graph(*args)
+
+        return run
+
+    model = f8sub.convert_to_float8(nn.Sequential(nn.Linear(COLS, COLS)), recipe="tensorwise")
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+    for _ in range(2):
+        y = compiled(x_of())
+        assert any(tensor is model[0].weight for tensor in handed)
+        assert torch.equal(y, model(x_of()))
+        model[0].weight.data = model[0].weight.data.t()
+        handed.clear()
 
 
 def test_a_weight_that_is_a_later_part_of_a_storage_is_compiled():

@@ -29,7 +29,7 @@ from f8sub.torch_compat import (
 )
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
 from f8sub.weights.shard import Shard
-from f8sub.weights.weight import Weight, WeightRecord, is_raw, written_raw
+from f8sub.weights.weight import Weight, WeightRecord, is_of_tensors, is_raw, written_raw
 
 
 class DroppedShard(Shard):
@@ -354,7 +354,10 @@ class PrimaryWeight(Weight):
     def _traced(self) -> torch.Tensor:
         """The tensor that torch.compile traces: the master, which it casts, or the float8 data alone."""
         primary = self.primary
-        return primary.codes if primary.master is None else primary.master
+        if primary.master is None:
+            return cast(torch.Tensor, primary.codes)
+        # Torch takes a master for a plain tensor, and what wraps a traced one for a tensor of tensors.
+        return primary.master if primary.master._wrapped is None else primary.master._wrapped
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_traced"], (self.primary.fqn, self.dtype)
@@ -370,10 +373,10 @@ class PrimaryWeight(Weight):
         fqn, dtype = context
         values = inner["_traced"]
         primary = Primary(None, fqn, torch.Size(outer_size), dtype, sharded=False)
-        if isinstance(values, MasterWeight):
-            primary.master = values
-        else:
+        if is_of_tensors(values):
             primary.codes = values
+        else:
+            primary.master = values if isinstance(values, MasterWeight) else MasterWeight(values)
         return cls.of(primary, values.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

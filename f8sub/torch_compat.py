@@ -929,14 +929,18 @@ def constant_result(function: Function) -> Function:
     return function
 
 
-def call_directly(operator: str, functions: str) -> None:
+def call_directly(operator: str, maker: str, *, by_place: bool) -> None:
     """Have the code that Inductor generates call an operator's function, past the dispatcher.
 
-    Where Inductor (2.11 to 2.15) has no such registry any more, and in graphs within graphs, it is called as any other.
+    Where Inductor (2.11 to 2.15) has no such registry any more, and in graphs within graphs, the operator is called as
+    any other.
 
     Args:
         operator: "f8sub.quantize.default"; it changes no argument, which Inductor would write in another way.
-        functions: the dotted path of a dict of such functions, by operator.
+        maker: the dotted path of what makes the function of one call in the code, of ``operator``, the operator itself,
+            and whether it is for tensors of the same shapes and strides each time.
+        by_place: whether there is such a function, of results that lie as the operator's fake says. Inductor's code
+            looks at those of others, which takes the host a third of the time of the call.
     """
     try:
         registry: Any = _at("torch._inductor.codegen.custom_extern_kernel_codegen")
@@ -946,10 +950,10 @@ def call_directly(operator: str, functions: str) -> None:
         wrapper_class, line_of = wrapper_module.PythonWrapperCodegen, wrapper_module.ExternKernelAllocLine
     except (AttributeError, ImportError):
         return
-    name, callee = f"torch.ops.{operator}", operator.replace(".", "_")
-    module, _, attribute = functions.rpartition(".")
+    name, prefix = f"torch.ops.{operator}", operator.replace(".", "_")
+    module, _, attribute = maker.rpartition(".")
     # Code that is kept on disk may meet a version of f8sub that has no such function.
-    known = f"getattr(__import__({module!r}, fromlist=['']), {attribute!r}, {{}})"
+    make = f"getattr(__import__({module!r}, fromlist=['']), {attribute!r}, lambda name, otherwise, by_place: otherwise)"
 
     def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = graph.graph.wrapper_code
@@ -957,11 +961,20 @@ def call_directly(operator: str, functions: str) -> None:
         if type(wrapper) is not wrapper_class:
             writeline(line_of(wrapper, node))
             return
-        wrapper.add_import_once(f"{callee} = {known}.get({operator!r}) or {name}")
+        callee, fixed = f"{prefix}_{node.get_name()}", by_place and _has_fixed_shapes(node)
+        wrapper.add_import_once(f"{callee} = {make}({operator!r}, {name}, {fixed})")
+        for output in node.outputs if fixed else ():
+            output.skip_size_stride_alignment_checks = True
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = {callee}({arguments})")
 
     registered[name] = entry(python=write)
+
+
+def _has_fixed_shapes(node: Any) -> bool:
+    """Return whether no size and no stride of what one of Inductor's nodes reads is a symbol."""
+    sizes = [size for each in node.inputs for size in (*each.get_size(), *each.get_stride())]
+    return not any(getattr(size, "free_symbols", ()) for size in sizes)
 
 
 def change_and_restore(function: Callable[..., Any], *args: Any) -> Any:

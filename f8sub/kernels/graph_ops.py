@@ -23,7 +23,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _in_graphs: list[Callable[..., Any]] = []
 
 direct: dict[str, Callable[..., Any]] = {}
-"""Functions of operators, by the operators' names: Inductor's code looks for them here."""
+"""Functions of operators, by the operators' names."""
+
+at_one_place: dict[str, Callable[[], Callable[..., Any]]] = {}
+"""What makes a function for one call in generated code, whose tensors have the same shapes and strides each time.
+
+By the operators' names. The function's results lie as the operator's fake says.
+"""
 
 
 def in_graph(function: Function) -> Function:
@@ -36,9 +42,28 @@ def in_graph(function: Function) -> Function:
     return function
 
 
-def call_directly_in_graphs(operator: str, function: Callable[..., Any]) -> None:
-    """Have Inductor's code call an operator's function, once ``enter_graph_functions`` ran; it changes no argument."""
+def call_directly_in_graphs(
+    operator: str, function: Callable[..., Any], maker: Callable[[], Callable[..., Any]] | None = None
+) -> None:
+    """Have Inductor's code call an operator's function, once ``enter_graph_functions`` ran; it changes no argument.
+
+    ``maker`` is an entry of ``at_one_place``, where the operator has one.
+    """
     direct[operator] = function
+    if maker is not None:
+        at_one_place[operator] = maker
+
+
+def function_of_call(operator: str, otherwise: Callable[..., Any], by_place: bool) -> Callable[..., Any]:
+    """Return what one call in Inductor's code calls; that looks for this function.
+
+    Args:
+        operator: its name.
+        otherwise: the operator, for a version of f8sub that has no such function.
+        by_place: whether the function is to be of ``at_one_place``.
+    """
+    maker = at_one_place.get(operator) if by_place else None
+    return direct.get(operator, otherwise) if maker is None else maker()
 
 
 @constant_result
@@ -55,7 +80,9 @@ def enter_graph_functions() -> None:
 @functools.cache
 def _call_directly(known: int) -> None:
     for operator in direct:
-        call_directly(operator, f"{__name__}.direct")
+        call_directly(
+            operator, f"{__name__}.{function_of_call.__name__}", by_place=operator in at_one_place
+        )
 
 
 @functools.cache

@@ -44,12 +44,17 @@ _library = torch.library.Library("f8sub", "DEF")
 
 
 def operator(
-    function: Callable[..., Any], name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+    function: Callable[..., Any],
+    name: str,
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+    asked: Callable[..., prepared.Asked] | None = None,
 ) -> Callable[..., Any]:
     """``f8sub::NAME``, which changes no argument but those that ``mutates`` names, for all devices.
 
     Defined in the library itself: ``torch.library.custom_op`` wraps a call in what costs the host three times as much
-    as the dispatcher. In code that Inductor generates the function is called by itself, unless it mutates.
+    as the dispatcher. In code that Inductor generates the function is called by itself, unless it mutates; by launches
+    that are prepared for each call, where ``asked`` says which.
     """
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     # Exact strides, because kernels read rows as they lie, and Inductor may lay out inputs in another way.
@@ -58,7 +63,8 @@ def operator(
     torch.library.register_fake(f"f8sub::{name}", fake, lib=_library)
     made: Callable[..., Any] = getattr(torch.ops.f8sub, name).default
     if not mutates:
-        call_directly_in_graphs(str(made), function)
+        maker = None if asked is None else functools.partial(prepared.at_one_place, function, asked)
+        call_directly_in_graphs(str(made), function, maker)
     return made
 
 
@@ -163,9 +169,25 @@ def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized)
+def _asked_to_quantize(
+    x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
+) -> prepared.Asked:
+    formats = rowwise, columnwise
+    return prepared.Asked(formats, (x, amax), _scales_of_blocks(formats))
+
+
+def _asked_to_derive(
+    data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
+) -> prepared.Asked:
+    scales = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise))).scale_inv
+    return prepared.Asked(("derived", rowwise, columnwise), (data, scales), _scales_of_blocks((columnwise,)))
+
+
+quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized, asked=_asked_to_quantize)
 transpose = operator(cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
-derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived)
+derive_columnwise = operator(
+    _derive_columnwise, "derive_columnwise", _fake_derived, asked=_asked_to_derive
+)
 copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 
 

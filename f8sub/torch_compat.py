@@ -854,23 +854,14 @@ def empty_strided(
     return found
 
 
-def without_class(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a class of ``PlainToDynamo`` as one of torch's own, in the same memory.
+def in_same_memory(
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """Return a tensor of torch's own class, from where ``tensor`` begins.
 
-    As such a class comes to what is called past the dispatcher.
+    By what Inductor's code calls for views, which neither autograd nor a tensor's own dispatch sees.
     """
-    if type(tensor) is torch.Tensor:
-        return tensor
-    found: torch.Tensor = _reinterpret_tensor(tensor, tuple(tensor.shape), tensor.stride(), 0)
-    return found
-
-
-def in_one_line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor that fills its memory, (numel,), in the order in which they lie there.
-
-    By what Inductor's code calls for views, which autograd does not see.
-    """
-    found: torch.Tensor = _reinterpret_tensor(tensor, (tensor.numel(),), (1,), 0)
+    found: torch.Tensor = _reinterpret_tensor(tensor, shape, stride, 0)
     return found
 
 

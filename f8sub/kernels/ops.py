@@ -38,7 +38,6 @@ from f8sub.kernels.grouped.operands import empty_scale_inv as empty_scale_inv_of
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import prepared
-from f8sub.torch_compat import without_class
 
 _library = torch.library.Library("f8sub", "DEF")
 
@@ -121,7 +120,7 @@ def _empty_operand(like: torch.Tensor, format: Float8Format, rows: int, depth: i
 def _quantize(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor]:
-    x = without_class(x)
+    x = prepared.without_class(x)
     if (again := cuda.quantize_again(x, amax, rowwise, columnwise)) is not None:
         return _flat(again, rowwise, columnwise)
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
@@ -376,7 +375,7 @@ def _packed(made: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _quantize_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return _packed(cuda.quantize_experts(without_class(w), Float8Format.parse(format)))
+    return _packed(cuda.quantize_experts(prepared.without_class(w), Float8Format.parse(format)))
 
 
 def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -131,7 +131,16 @@ class ConvertedModule(torch.nn.Module):
     _f8sub: LayerState
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        super()._apply(casting(self._f8sub.fqn, fn), recurse)  # type: ignore[no-untyped-call]
+        made: dict[int, torch.Tensor] = {}
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            made[id(tensor)] = fn(tensor)
+            return made[id(tensor)]
+
+        super()._apply(casting(self._f8sub.fqn, apply), recurse)  # type: ignore[no-untyped-call]
+        for held in _held(self).values():
+            if isinstance(held, MasterWeight):
+                held.take_cell(made.get(id(held)))
         weight = own_parameter(self, next(iter(self._f8sub.weights)))
         # Nothing runs on meta. ``to_empty``, which gives the weight memory, comes here again.
         if not weight.is_meta:

@@ -204,6 +204,16 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             self.mark_stale()
         return True
 
+    def take_cell(self, other: torch.Tensor | None) -> None:
+        """Share the cell of ``other`` if ``self.data = other`` put this weight where that lies, as ``nn.Module.to`` does.
+
+        Nothing calls an operator then.
+        """
+        if isinstance(other, MasterWeight) and other.cell.storage is not None:
+            # The storage that dies with another tensor may give its address to the next one: ``other`` is alive.
+            if self.untyped_storage()._cdata == other.cell.storage.cdata:
+                self.cell = other.cell
+
     def mark_stale(self, *, by_replays: bool = False) -> None:
         """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps.
 

@@ -172,6 +172,35 @@ def test_what_changes_nothing_casts_nothing_again(recipe, operation):
     assert weights_cast(model, lambda: model(x_of())) == 1
 
 
+def to_another_dtype_while_a_graph_is_alive(model: nn.Module) -> None:
+    y = model(x_of())
+    model.to(torch.float64).to(torch.float32)
+    del y
+
+
+MOVES = {
+    "to": lambda m: m.to(torch.bfloat16),
+    "there-and-back": lambda m: m.to(torch.bfloat16).to(torch.float32),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "type": lambda m: m.type(torch.float16),
+    "while-a-graph-is-alive": to_another_dtype_while_a_graph_is_alive,
+}
+
+
+@pytest.mark.parametrize("move", MOVES, ids=list(MOVES))
+def test_codes_are_kept_of_a_weight_that_was_moved(move):
+    """torch sets ``weight.data`` then, of which no operator tells."""
+    model = made()
+    MOVES[move](model)
+    with torch.no_grad():
+        model[0].weight.copy_(gaussian((ROWS, COLS), generator(6)))
+    x = x_of().to(model[0].weight.dtype)
+    assert weights_cast(model, lambda: model(x)) == 1
+    assert weights_cast(model, lambda: model(x)) == 0
+    model[0].weight.data = gaussian((ROWS, COLS), generator(7)).to(x.dtype)
+    assert weights_cast(model, lambda: [model(x) for _ in range(2)]) == 2
+
+
 @on_each_recipe
 def test_codes_are_cast_once_a_step(recipe):
     """Three micro-batches, forward and backward: one cast of the weight; the step makes the next.

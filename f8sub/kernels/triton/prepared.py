@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from f8sub.kernels.triton.support import ALIGNMENT
-from f8sub.torch_compat import empty_strided, in_one_line
+from f8sub.torch_compat import empty_strided, in_same_memory
 
 MOST = 4096
 """Kinds that are prepared; then all of them are forgotten."""
@@ -215,10 +215,20 @@ def _is_laid_out(result: torch.Tensor) -> bool:
     return result.is_contiguous() and result.data_ptr() % ALIGNMENT == 0
 
 
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one of torch's own class, in the same memory.
+
+    Weights come to an operator's function as they are: it is called past the dispatcher.
+    """
+    if type(tensor) is torch.Tensor:
+        return tensor
+    return in_same_memory(tensor, tuple(tensor.shape), tensor.stride())
+
+
 def flatten(results: list[torch.Tensor], which: Sequence[int]) -> list[torch.Tensor]:
     """Give some results one dimension, in which their elements lie as they do in memory."""
     for index in which:
-        results[index] = in_one_line(results[index])
+        results[index] = in_same_memory(results[index], (results[index].numel(),), (1,))
     return results
 
 

@@ -267,6 +267,11 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def share_scale(rowwise: Float8Format | None, columnwise: Float8Format | None) -> bool:
+    """Return whether one scale, in one tensor, serves both usages of a matrix."""
+    return rowwise is not None and rowwise.is_plain and rowwise.tile.is_whole and rowwise == columnwise
+
+
 class Operand(NamedTuple):
     """One GEMM-ready matrix.
 

@@ -381,14 +381,21 @@ _fsdp_states = _private("torch.distributed._composable_state._module_state_mappi
 class PlainToDynamo(type(torch.Tensor)):  # type: ignore[misc]
     """Of a class of tensors with memory and a ``__torch_dispatch__``: dynamo takes one for the tensor that it is.
 
-    Dynamo (2.11 to 2.15) looks at ``type(tensor).__torch_dispatch__``. Where that is ``torch.Tensor``'s it traces a plain
-    tensor and puts a guard on the class; others have to name tensors within them, which AOTAutograd looks up at each
-    call. Operators look at the tensor's own attribute, and so still find the method of the class.
+    Dynamo (2.11 to 2.15) looks at ``type(tensor).__torch_dispatch__``. Where that is ``torch.Tensor``'s it traces a
+    plain tensor and puts a guard on the class; others have to name tensors within them, which AOTAutograd looks up at
+    each call. Operators look at the tensor's own attribute, and so still find the method of the class.
+
+    A subclass that does name tensors, by ``__tensor_flatten__``, is traced so.
     """
 
     @property
     def __torch_dispatch__(cls) -> Any:
-        return torch.Tensor.__torch_dispatch__
+        if not hasattr(cls, "__tensor_flatten__"):
+            return torch.Tensor.__torch_dispatch__
+        (own, *_) = (
+            vars(base)["__torch_dispatch__"] for base in cls.__mro__ if "__torch_dispatch__" in vars(base)
+        )
+        return own.__get__(None, cls)
 
 
 def is_dtensor(x: object) -> "TypeIs[DTensor]":
@@ -854,9 +861,7 @@ def empty_strided(
     return found
 
 
-def in_same_memory(
-    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
+def in_same_memory(tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor of torch's own class, from where ``tensor`` begins.
 
     By what Inductor's code calls for views, which neither autograd nor a tensor's own dispatch sees.

@@ -232,7 +232,7 @@ def restore_high_precision(model: torch.nn.Module) -> None:
                 f"{record.fqn}: its weight is sharded; load the adapters into a model that is not, and merge there"
             )
         primary = record.parameter.primary  # type: ignore[union-attr]
-        master = MasterWeight(primary.values().clone())
+        master = MasterWeight.of(primary.values().clone())
         master.cell.record = primary.record
         primary.master, primary.codes = master, None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from f8sub.capture import is_capturing
-from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, present
+from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, present, share_scale
 from f8sub.kernels import reference
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import (
@@ -105,16 +105,19 @@ def quantize(
 def _quantized(
     tensors: Sequence[torch.Tensor], rowwise: Float8Format | None, columnwise: Float8Format | None
 ) -> Quantized:
+    data, scale_inv = tensors[-2:]
+    if share_scale(rowwise, columnwise):
+        _, scale_inv, data = tensors
     return Quantized(
         None if rowwise is None else Operand(tensors[0], tensors[1], rowwise),
-        None if columnwise is None else Operand(tensors[-2], tensors[-1], columnwise),
+        None if columnwise is None else Operand(data, scale_inv, columnwise),
     )
 
 
 def quantize_again(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor] | None:
-    """Data and scales of each usage, by launches that ``quantize`` prepared; None where it has not.
+    """Data and scales of each usage, each tensor once, by launches that ``quantize`` prepared; None where it has not.
 
     Nothing else is asked: what was prepared for a tensor of this kind holds for the next one. Formats go by name.
     """
@@ -124,7 +127,10 @@ def quantize_again(
 def derive_again(
     codes: torch.Tensor, scale_inv: torch.Tensor, rowwise: str, columnwise: str
 ) -> list[torch.Tensor] | None:
-    """Data and scales of the columnwise operand, by launches that ``derive_columnwise`` prepared, or None."""
+    """Data and scales of the columnwise operand, by launches that ``derive_columnwise`` prepared, or None.
+
+    Data alone where both usages share a scale.
+    """
     return prepared.run(("derived", rowwise, columnwise), (codes, scale_inv))
 
 
@@ -144,10 +150,10 @@ def stage(amax: torch.Tensor, staged: torch.Tensor, met: torch.Tensor) -> None:
 
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     """``reference.derive_columnwise``; goes there for operands that no kernel takes."""
-    codes = rowwise.data
+    codes, shared = rowwise.data, share_scale(rowwise.format, columnwise)
     kind = "derived", rowwise.format.name, columnwise.name
     if (again := derive_again(codes, rowwise.scale_inv, *kind[1:])) is not None:
-        return Operand(again[0], again[1], columnwise)
+        return Operand(again[0], rowwise.scale_inv if shared else again[1], columnwise)
     if not support.takes(codes) or why_no_kernel(columnwise):
         return reference.derive_columnwise(rowwise, columnwise)
     tiles = rowwise.format.tile, columnwise.tile
@@ -163,10 +169,16 @@ def derive_columnwise(rowwise: Operand, columnwise: Float8Format) -> Operand:
     from f8sub.kernels.triton import launch, quantize_launch
 
     with support.device_of(codes):
-        data, scale_inv = launch.run(
-            kind, (codes, rowwise.scale_inv), lambda: quantize_launch.derivation(rowwise, columnwise).made
+        made = launch.run(
+            kind,
+            (codes, rowwise.scale_inv),
+            lambda: (
+                quantize_launch.transposed(codes)
+                if shared
+                else quantize_launch.derivation(rowwise, columnwise).made
+            ),
         )
-    return Operand(data, scale_inv, columnwise)
+    return Operand(made[0], rowwise.scale_inv if shared else made[1], columnwise)
 
 
 def transpose(codes: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,7 @@ def enter_graph_functions() -> None:
 @functools.cache
 def _call_directly(known: int) -> None:
     for operator in direct:
-        call_directly(
-            operator, f"{__name__}.{function_of_call.__name__}", by_place=operator in at_one_place
-        )
+        call_directly(operator, f"{__name__}.{function_of_call.__name__}", by_place=operator in at_one_place)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx.traceback import get_current_meta
 
-from f8sub.formats import ALL, Float8Format, Operand, present
+from f8sub.formats import ALL, Float8Format, Operand, present, share_scale
 from f8sub.kernels import cuda, reference, scales
 from f8sub.kernels.gemm.block_scales import empty_scale_inv, flat, is_laid_out, unflat
 from f8sub.kernels.graph_ops import (
@@ -125,26 +125,29 @@ def _quantize(
         return _flat(again, rowwise, columnwise)
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
     made = cuda.quantize(x, row, col, amax=amax)
-    return _as_list(operand for operand in (made.rowwise, made.columnwise) if operand is not None)
+    found = _as_list(operand for operand in (made.rowwise, made.columnwise) if operand is not None)
+    return found[:3] if share_scale(row, col) else found
 
 
 def _fake_quantized(
     x: torch.Tensor, amax: torch.Tensor | None, rowwise: str | None, columnwise: str | None
 ) -> list[torch.Tensor]:
-    shaped = ((rowwise, x.shape), (columnwise, x.shape[::-1]))
-    made = [_empty_operand(x, Float8Format.parse(name), *shape) for name, shape in shaped if name is not None]
-    return [tensor for operand in made for tensor in operand.tensors]
+    row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
+    shaped = ((row, x.shape), (col, x.shape[::-1]))
+    made = [_empty_operand(x, format, *shape) for format, shape in shaped if format is not None]
+    found = [tensor for operand in made for tensor in operand.tensors]
+    return found[:3] if share_scale(row, col) else found
 
 
 def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
+    """Codes, and scales where they are others than ``scale_inv``."""
     if (
         scale_inv.dim() == 2
         and (again := cuda.derive_again(data, scale_inv, rowwise, columnwise)) is not None
     ):
-        codes, scale = _flat(again, columnwise)
-        return codes, scale
+        return _flat(again, columnwise)
     operand = unflat(Operand(data, scale_inv, Float8Format.parse(rowwise)))
     derived = cuda.derive_columnwise(operand, Float8Format.parse(columnwise))
     # An operator may not return its argument, and the transpose of a (1, 1) scale is that.
@@ -152,15 +155,16 @@ def _derive_columnwise(
     if is_given:
         derived = derived._replace(scale_inv=derived.scale_inv.clone())
     made = _as_list([derived._replace(global_scale_inv=None)])
-    return made[0], made[1]
+    return made[:1] if share_scale(operand.format, derived.format) else made
 
 
 def _fake_derived(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = Operand(data, scale_inv, Float8Format.parse(rowwise)).shape
-    derived = _empty_operand(data, Float8Format.parse(columnwise), cols, rows)
-    return derived.data, derived.scale_inv
+) -> list[torch.Tensor]:
+    formats = Float8Format.parse(rowwise), Float8Format.parse(columnwise)
+    rows, cols = Operand(data, scale_inv, formats[0]).shape
+    derived = _empty_operand(data, formats[1], cols, rows)
+    return [derived.data] if share_scale(*formats) else [derived.data, derived.scale_inv]
 
 
 def _copy_after(tensor: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -184,9 +188,7 @@ def _asked_to_derive(
 
 quantize_as_one_node = operator(_quantize, "quantize", _fake_quantized, asked=_asked_to_quantize)
 transpose = operator(cuda.transpose, "transpose", lambda codes: codes.new_empty(codes.shape[::-1]))
-derive_columnwise = operator(
-    _derive_columnwise, "derive_columnwise", _fake_derived, asked=_asked_to_derive
-)
+derive_columnwise = operator(_derive_columnwise, "derive_columnwise", _fake_derived, asked=_asked_to_derive)
 copy_after = operator(_copy_after, "copy_after", lambda tensor, after: torch.empty_like(tensor))
 
 
@@ -214,7 +216,10 @@ def _in_graph(
         together: list[torch.Tensor] = quantize_as_one_node(x, amax, rowwise, columnwise)
         return together
     made = reference.quantize(x, row, None, reduce=None if amax is None else lambda own, tile: amax)
-    return [*present(made.rowwise).tensors, *quantize_as_one_node(x, amax, None, columnwise)]
+    apart = quantize_as_one_node(x, amax, None, columnwise)
+    # As many as together.
+    apart = apart[:1] if share_scale(row, Float8Format.parse(columnwise)) else apart
+    return [*present(made.rowwise).tensors, *apart]
 
 
 def quantized(
@@ -234,15 +239,15 @@ def quantized(
         made, _, largest = reference.quantize(x, columnwise, None, prior=prior)
         col = None if made is None else made._replace(data=transpose(made.data))
         return Quantized(None if rowwise is None else made, col, largest)
-    amax = None
-    if rowwise is not None and rowwise == columnwise and rowwise.is_plain and rowwise.tile.is_whole:
-        amax = scales.amax(x, rowwise.tile)
+    shared = share_scale(rowwise, columnwise)
+    amax = scales.amax(x, present(rowwise).tile) if shared else None
     names = (None if format is None else format.name for format in (rowwise, columnwise))
     tensors = quantize_in_graph(x, amax, *names)
     # Codes and their scales, and with two levels the matrix's own scale.
     count = 0 if rowwise is None else 3 if rowwise.scale_rule.has_global else 2
+    of_columns = [tensors[2], tensors[1]] if shared else tensors[count:]
     row = None if rowwise is None else Operand.of(rowwise, *tensors[:count])
-    return Quantized(row, None if columnwise is None else Operand.of(columnwise, *tensors[count:]))
+    return Quantized(row, None if columnwise is None else Operand.of(columnwise, *of_columns))
 
 
 def with_copied_columns(made: Quantized) -> Quantized:
@@ -303,9 +308,10 @@ def derived_in_backward(
         scale_inv = copy_after(rowwise.scale_inv, after)
         seen = reference.derive_columnwise(rowwise._replace(scale_inv=scale_inv), columnwise, any_layout)
         return present(with_copied_columns(Quantized(None, seen)).columnwise)
-    data, scale_inv = derive_columnwise(
+    data, *scales = derive_columnwise(
         rowwise.data, rowwise.scale_inv, after, rowwise.format.name, columnwise.name
     )
+    scale_inv = scales[0] if scales else rowwise.scale_inv
     return Operand(data, scale_inv, columnwise, rowwise.global_scale_inv)
 
 

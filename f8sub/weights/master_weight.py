@@ -9,7 +9,7 @@ The rowwise operand of a weight that is not gathered as float8 is cast once, too
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -89,20 +89,20 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
 
     Checkpointers find a real storage behind it. Operators return plain tensors, except the views and copies that
     sharding APIs re-make weights with. ``torch.compile`` traces a plain tensor in its place, and compiled code is
-    handed the weight itself: unwrapping took the host longer than a check of all guards. Of a fake tensor, which has no
-    storage, it is a wrapper.
+    handed the weight itself: unwrapping took the host longer than a check of all guards.
     """
 
     __torch_function__ = no_torch_function
 
-    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_fake", "copies_plainly"})
+    OWN_ATTRIBUTES: ClassVar = frozenset({"cell", "_wrapped", "_alias", "copies_plainly"})
     """What an instance holds besides the attributes that users set on their parameters."""
 
     copies_plainly: bool = False
     """Whether copies are plain tensors: of views that a sharded model's state dict holds, and of views of those."""
 
     cell: Cell
-    _fake: torch.Tensor | None
+    _wrapped: torch.Tensor | None
+    _alias: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     @staticmethod
     def __new__(
@@ -118,13 +118,12 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             return torch.nn.Parameter(cls(values), requires_grad)  # type: ignore[return-value]
         if type(data) is torch.Tensor:
             self = torch.Tensor._make_subclass(cls, data, data.requires_grad)
-            self._fake = None
+            self._wrapped = None
             self.cell = cell or Cell(StorageWeakRef(self.untyped_storage()))
             return self
-        # While torch.compile traces, ``data`` is a fake or functional tensor, which has to go on seeing operators: a
-        # subclass that shared its storage would be in the way.
+        # What has no storage, as a fake tensor, is wrapped.
         self = torch.Tensor._make_wrapper_subclass(
-            cls,
+            TraceableMasterWeight,
             data.shape,
             strides=data.stride(),
             storage_offset=data.storage_offset(),
@@ -132,7 +131,7 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             device=data.device,
             requires_grad=data.requires_grad,
         )
-        self._fake = data
+        self._wrapped = data
         self.cell = cell or Cell(None)
         return self
 
@@ -140,6 +139,11 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
         self, data: torch.Tensor, cell: Cell | None = None, *, requires_grad: bool | None = None
     ) -> None:
         super().__init__()
+
+    @staticmethod
+    def of(data: torch.Tensor) -> "MasterWeight":
+        """Return a weight that shares ``data``'s storage: a layer's, (N, K), or all experts'."""
+        return (MasterWeight if data.dim() <= 2 else TraceableMasterWeight)(data)
 
     @property
     @override
@@ -154,8 +158,8 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
     @property
     def plain(self) -> torch.Tensor:
         """The same storage as an ordinary tensor, created at each call: none is kept past ``p.data = t``."""
-        if self._fake is not None:
-            return self._fake
+        if self._wrapped is not None:
+            return self._wrapped
         with no_torch_dispatch():
             return torch.Tensor.detach(self)
 
@@ -197,22 +201,19 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
         if storage is None or memory._cdata != storage.cdata or (self.is_cpu and memory.is_shared()):
             return False
         if self.cell.shared:
-            # This tensor itself is one: any further one is somebody else's view.
-            if tensors_in_storage(self) > 1:
+            # This tensor itself is one, and an alias for torch.compile another: any
+            # further one is somebody else's view.
+            if tensors_in_storage(self) > 1 + (self._alias is not None):
                 return False
             self.cell.shared = False
             self.mark_stale()
         return True
 
     def take_cell(self, other: torch.Tensor | None) -> None:
-        """Share the cell of ``other`` if ``self.data = other`` put this weight where that lies, as ``nn.Module.to`` does.
-
-        Nothing calls an operator then.
-        """
-        if isinstance(other, MasterWeight) and other.cell.storage is not None:
-            # The storage that dies with another tensor may give its address to the next one: ``other`` is alive.
-            if self.untyped_storage()._cdata == other.cell.storage.cdata:
-                self.cell = other.cell
+        """Share the cell of ``other`` if ``self.data = other`` put this weight where that lies; no operator tells."""
+        storage = other.cell.storage if isinstance(other, MasterWeight) else None
+        if storage is not None and self.untyped_storage()._cdata == storage.cdata:
+            self.cell = cast(MasterWeight, other).cell
 
     def mark_stale(self, *, by_replays: bool = False) -> None:
         """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps.
@@ -259,10 +260,10 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
         first = args[0] if args else None
         # The usual case, a weight alone: no walk over the arguments.
         if len(types) == 1 and isinstance(first, MasterWeight):
-            plainly = first._fake is None
+            plainly = first._wrapped is None
         else:
             plainly = all(issubclass(t, MasterWeight) for t in types) and not any(
-                isinstance(t, MasterWeight) and t._fake is not None for t in tree_leaves((args, kwargs))
+                isinstance(t, MasterWeight) and t._wrapped is not None for t in tree_leaves((args, kwargs))
             )
         if plainly:
             with no_torch_dispatch():
@@ -272,6 +273,45 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
         return out if wrap is None else wrap(args, kwargs, out)
+
+
+class TraceableMasterWeight(MasterWeight):
+    """All experts' weights, and what wraps a tensor without storage: traced as what it is.
+
+    ``grouped_linear`` is given views of the weights, and finds their module by what dynamo knows of those.
+    """
+
+    @property
+    def _inner(self) -> torch.Tensor:
+        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
+
+        It guards on the alias's identity, so that is kept for as long as it lies where the weight does. The address
+        shows that, which no other memory gets while the alias holds this one; each call of compiled code asks twice.
+        """
+        if self._wrapped is not None:
+            return self._wrapped
+        made_from = self.data_ptr(), self.stride(), self.shape
+        if self._alias is None or self._alias[0] != made_from:
+            # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
+            whole = self.plain.new_empty(0).set_(self.untyped_storage())
+            dlpack: Any = torch.utils.dlpack
+            memory = dlpack.from_dlpack(dlpack.to_dlpack(whole)).untyped_storage()
+            place = int(self.storage_offset()), self.shape, self.stride()
+            self._alias = made_from, whole.new_empty(0).set_(memory, *place)
+        return self._alias[1]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, torch.Tensor],
+        context: None,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> "TraceableMasterWeight":
+        return cls(inner["_inner"])
 
 
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -356,7 +396,7 @@ def _handling_of(func: Any) -> tuple[Operator, _Wrap | None, bool]:
 
 def master_parameter(weight: torch.nn.Parameter, record: WeightRecord) -> torch.nn.Parameter:
     """Make a parameter a master weight, and return it: the same object, which tied modules have, where torch can."""
-    master = MasterWeight(weight.detach())
+    master = MasterWeight.of(weight.detach())
     master.cell.record = record
     made = torch.nn.Parameter(master, weight.requires_grad)
     return weight if take_place(made, weight) else made
@@ -384,7 +424,7 @@ def reassigned(record: WeightRecord, before: torch.Tensor, kind: type[torch.Tens
 def _make_master_again(record: WeightRecord) -> None:
     """Make a master weight of what ``load_state_dict(assign=True)`` put in its place."""
     weight = record.module._parameters[record.name]
-    master = MasterWeight(local_tensor(weight).detach())
+    master = MasterWeight.of(local_tensor(weight).detach())
     master.cell.record = record
     if is_dtensor(weight):
         weight._local_tensor = master

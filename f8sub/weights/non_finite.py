@@ -137,7 +137,7 @@ class HeldWeights(Guest):
         weight = record.parameter
         master = None if weight is None else master_of(local_tensor(weight))
         # A fake or a meta weight has no values.
-        if master is None or master.is_meta or master._fake is not None:
+        if master is None or master.is_meta or master._wrapped is not None:
             return None
         state = master.state
         # The usual case, right after an optimizer step.

@@ -255,9 +255,12 @@ def _of_quantization(node: Any) -> tuple[int, int]:
 
 def _of_derivation(node: Any) -> tuple[int, int]:
     from f8sub import Operand
+    from f8sub.formats import share_scale
     from f8sub.kernels.triton import quantize_launch
 
     rowwise, columnwise = _formats(node)
+    if share_scale(rowwise, columnwise):
+        return _of_transposition(node)
     operand = Operand(*map(_meta, node.inputs[:2]), rowwise)
     return _of_launches(quantize_launch.derivation(operand, columnwise)[0])
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from f8sub.formats import ALL, Float8Format, Operand
+from f8sub.formats import ALL, Float8Format, Operand, share_scale
 from f8sub.host_copy import sent_to
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
@@ -92,11 +92,10 @@ class QuantizeLaunches(NamedTuple):
 
     @property
     def made(self) -> Launches:
-        """The launches with codes and scales of the operands, in order."""
+        """The launches with codes and scales of the operands, in order, and each tensor once."""
         operands = [operand for operand in (self.rowwise, self.columnwise) if operand is not None]
-        return Launches(
-            self.launches, [t for each in operands for t in (each.data, each.scale_inv)], self.scratch
-        )
+        tensors = dict.fromkeys(t for each in operands for t in (each.data, each.scale_inv))
+        return Launches(self.launches, list(tensors), self.scratch)
 
 
 def quantization(
@@ -119,7 +118,8 @@ def quantization(
             its own where it is None.
     """
     # ptxas 12.8 crashes on what Triton 3.6 makes of squares of one row for both usages.
-    in_one_launch = prior is not None or (rowwise == columnwise and x.shape[0] > 1)
+    one_scale = share_scale(rowwise, columnwise)
+    in_one_launch = prior is not None or one_scale or (rowwise == columnwise and x.shape[0] > 1)
     if rowwise is not None and columnwise is not None and not in_one_launch:
         row, col = quantization(x, rowwise, None), quantization(x, None, columnwise)
         scratch = row.scratch + col.scratch
@@ -130,6 +130,8 @@ def quantization(
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
     # rowwise (M, N), columnwise (N, M)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
+    if one_scale and row_operand is not None and col_operand is not None:
+        col_operand = col_operand._replace(scale_inv=row_operand.scale_inv)
     filled = {"x_ptr": x, **operands(row_operand, col_operand), "CAST": cast_to(format)}
     largest, scratch = None, ()
     if format.tile.is_whole:

@@ -122,8 +122,9 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             self.cell = cell or Cell(StorageWeakRef(self.untyped_storage()))
             return self
         # What has no storage, as a fake tensor, is wrapped.
+        wrapper: Any = TraceableMasterWeight
         self = torch.Tensor._make_wrapper_subclass(
-            TraceableMasterWeight,
+            wrapper,
             data.shape,
             strides=data.stride(),
             storage_offset=data.storage_offset(),
@@ -275,7 +276,7 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
         return out if wrap is None else wrap(args, kwargs, out)
 
 
-class TraceableMasterWeight(MasterWeight):
+class TraceableMasterWeight(MasterWeight):  # type: ignore[metaclass]
     """All experts' weights, and what wraps a tensor without storage: traced as what it is.
 
     ``grouped_linear`` is given views of the weights, and finds their module by what dynamo knows of those.

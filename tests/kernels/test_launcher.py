@@ -296,6 +296,47 @@ def prepared(recipe: str) -> None:
     assert over_other_tensors(codes, lambda data, scale_inv: cuda.transpose(data))
 
 
+def placed(recipe: str) -> None:
+    """A call in compiled code launches what the operator's function does, and soon looks nothing up; any alignment."""
+    import f8sub
+    from f8sub.kernels import ops
+    from f8sub.kernels.gemm.block_scales import flat
+    from f8sub.kernels.graph_ops import at_one_place, direct
+    from f8sub.kernels.triton import prepared
+
+    interpreted.take_any_device()
+    spec = f8sub.get_recipe(recipe)
+    names, columns = (spec.fprop.a.name, spec.wgrad.b.name), spec.dgrad.b
+    memory = torch.randn(8 + 256 * 384).bfloat16()
+    amax = memory.abs().amax().float().view(1, 1) if spec.fprop.a.tile.is_whole else None
+    made = direct[str(ops.quantize_as_one_node)](memory[8:].view(256, 384), None, spec.fprop.b.name, None)
+    weight = Operand(*made, spec.fprop.b)
+    scale_inv = flat(weight) if weight.scale_inv.dim() == 2 and not weight.format.tile.is_whole else made[1]
+    aligned, odd = (memory[begin:][: 256 * 384].view(256, 384) for begin in (8, 4))
+    calls = {
+        ops.quantize_as_one_node: [(x, amax, *names) for x in (aligned, aligned, aligned, odd, aligned)],
+        ops.derive_columnwise: 4 * [(made[0], scale_inv, made[0], spec.fprop.b.name, columns.name)],
+    }
+    for operator, given in calls.items():
+        function, place = direct[str(operator)], at_one_place[str(operator)]()
+        for arguments in given:
+            _taken()
+            expected = function(*arguments)
+            told = dict(zip("ab", arguments[:2], strict=True)) if arguments[1] is not None else {"a": arguments[0]}
+            right = roles(told | {str(n): tensor for n, tensor in enumerate(expected)})
+            found = place(*arguments)
+            assert roles(told | {str(n): tensor for n, tensor in enumerate(found)}) == right
+            laid = [(t.shape, t.stride(), t.dtype) for t in found]
+            assert laid == [(t.shape, t.stride(), t.dtype) for t in expected]
+        with mock.patch.object(prepared, "key_of", side_effect=AssertionError("looked up")):
+            place(*given[0])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "gridquant"])
+def test_a_call_of_compiled_code_launches_the_same(fresh_process, recipe):
+    fresh_process(placed, recipe)
+
+
 def by_column(scale: torch.Tensor) -> torch.Tensor:
     """Scales of blocks as quantizers leave them: those of a block of K one after the other."""
     return scale.t().contiguous().t()

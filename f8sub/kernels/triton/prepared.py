@@ -197,10 +197,12 @@ def at_one_place(
         addresses = first.data_ptr(), 0 if second is None else second.data_ptr()
         aligned = addresses[0] % ALIGNMENT, addresses[1] % ALIGNMENT
         are_apart = addresses[0] != addresses[1]
+        # Kernels are compiled for alignments, and one argument of theirs stands for a tensor that is given twice.
         if known is not None and are_apart and aligned == alignments:
             results = known.run((first, second), addresses)
             return flatten(results, flat) if flat else results
         made = function(first, second, *rest)
+        # Prepared when they come for the second time, here or at another place.
         kind, given, which = asked(first, second, *rest)
         key, read = key_of(kind, given)
         found = cache.get(key)

@@ -322,7 +322,11 @@ def placed(recipe: str) -> None:
         for arguments in given:
             _taken()
             expected = function(*arguments)
-            told = dict(zip("ab", arguments[:2], strict=True)) if arguments[1] is not None else {"a": arguments[0]}
+            told = (
+                dict(zip("ab", arguments[:2], strict=True))
+                if arguments[1] is not None
+                else {"a": arguments[0]}
+            )
             right = roles(told | {str(n): tensor for n, tensor in enumerate(expected)})
             found = place(*arguments)
             assert roles(told | {str(n): tensor for n, tensor in enumerate(found)}) == right

@@ -62,6 +62,7 @@ def function_of_call(operator: str, otherwise: Callable[..., Any], by_place: boo
         otherwise: the operator, for a version of f8sub that has no such function.
         by_place: whether the function is to be of ``at_one_place``.
     """
+    # Code that Inductor kept on disk may name an operator that this version calls otherwise.
     maker = at_one_place.get(operator) if by_place else None
     return direct.get(operator, otherwise) if maker is None else maker()
 

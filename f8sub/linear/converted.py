@@ -138,6 +138,7 @@ class ConvertedModule(torch.nn.Module):
             return made[id(tensor)]
 
         super()._apply(casting(self._f8sub.fqn, apply), recurse)  # type: ignore[no-untyped-call]
+        # torch sets ``weight.data``, and the codes of a weight whose memory nobody vouches for are not kept.
         for held in _held(self).values():
             if isinstance(held, MasterWeight):
                 held.take_cell(made.get(id(held)))

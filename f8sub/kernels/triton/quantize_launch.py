@@ -130,6 +130,7 @@ def quantization(
     row_operand = None if rowwise is None else _empty(x, rowwise, *x.shape)
     # rowwise (M, N), columnwise (N, M)
     col_operand = None if columnwise is None else _empty(x, columnwise, *x.shape[::-1])
+    # One allocation less for the host; both usages are handed the same address.
     if one_scale and row_operand is not None and col_operand is not None:
         col_operand = col_operand._replace(scale_inv=row_operand.scale_inv)
     filled = {"x_ptr": x, **operands(row_operand, col_operand), "CAST": cast_to(format)}

@@ -934,7 +934,7 @@ def call_directly(operator: str, maker: str, *, by_place: bool) -> None:
     Args:
         operator: "f8sub.quantize.default"; it changes no argument, which Inductor would write in another way.
         maker: the dotted path of what makes the function of one call in the code, of ``operator``, the operator itself,
-            and whether it is for tensors of the same shapes and strides each time.
+            and what its tensors are each time, in words; None where they differ.
         by_place: whether there is such a function, of results that lie as the operator's fake says. Inductor's code
             looks at those of others, which takes the host a third of the time of the call.
     """
@@ -949,7 +949,7 @@ def call_directly(operator: str, maker: str, *, by_place: bool) -> None:
     name, prefix = f"torch.ops.{operator}", operator.replace(".", "_")
     module, _, attribute = maker.rpartition(".")
     # Code that is kept on disk may meet a version of f8sub that has no such function.
-    make = f"getattr(__import__({module!r}, fromlist=['']), {attribute!r}, lambda name, otherwise, by_place: otherwise)"
+    make = f"getattr(__import__({module!r}, fromlist=['']), {attribute!r}, lambda name, otherwise, of: otherwise)"
 
     def write(node: Any, writeline: Callable[[Any], None]) -> None:
         wrapper = graph.graph.wrapper_code
@@ -957,9 +957,10 @@ def call_directly(operator: str, maker: str, *, by_place: bool) -> None:
         if type(wrapper) is not wrapper_class:
             writeline(line_of(wrapper, node))
             return
-        callee, fixed = f"{prefix}_{node.get_name()}", by_place and _has_fixed_shapes(node)
-        wrapper.add_import_once(f"{callee} = {make}({operator!r}, {name}, {fixed})")
-        for output in node.outputs if fixed else ():
+        callee, of = f"{prefix}_{node.get_name()}", _in_words(node) if by_place else None
+        # In words, because Inductor loads equal code once, and what is called keeps launches for tensors of one kind.
+        wrapper.add_import_once(f"{callee} = {make}({operator!r}, {name}, {of!r})")
+        for output in () if of is None else node.outputs:
             output.skip_size_stride_alignment_checks = True
         arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
         writeline(f"{node.get_name()} = {callee}({arguments})")
@@ -967,10 +968,15 @@ def call_directly(operator: str, maker: str, *, by_place: bool) -> None:
     registered[name] = entry(python=write)
 
 
-def _has_fixed_shapes(node: Any) -> bool:
-    """Return whether no size and no stride of what one of Inductor's nodes reads is a symbol."""
-    sizes = [size for each in node.inputs for size in (*each.get_size(), *each.get_stride())]
-    return not any(getattr(size, "free_symbols", ()) for size in sizes)
+def _in_words(node: Any) -> str | None:
+    """Return what one of Inductor's nodes reads; None where a size or a stride of it is a symbol."""
+    words = []
+    for each in node.inputs:
+        size, stride = list(each.get_size()), list(each.get_stride())
+        if any(getattr(number, "free_symbols", ()) for number in (*size, *stride)):
+            return None
+        words.append(f"{each.get_dtype()} {size} {stride} {each.get_device()}")
+    return ", ".join(words)
 
 
 def change_and_restore(function: Callable[..., Any], *args: Any) -> Any:

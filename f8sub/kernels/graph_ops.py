@@ -54,16 +54,16 @@ def call_directly_in_graphs(
         at_one_place[operator] = maker
 
 
-def function_of_call(operator: str, otherwise: Callable[..., Any], by_place: bool) -> Callable[..., Any]:
+def function_of_call(operator: str, otherwise: Callable[..., Any], of: str | None) -> Callable[..., Any]:
     """Return what one call in Inductor's code calls; that looks for this function.
 
     Args:
         operator: its name.
         otherwise: the operator, for a version of f8sub that has no such function.
-        by_place: whether the function is to be of ``at_one_place``.
+        of: what the call's tensors are each time, in words; None for a function that is not of ``at_one_place``.
     """
     # Code that Inductor kept on disk may name an operator that this version calls otherwise.
-    maker = at_one_place.get(operator) if by_place else None
+    maker = None if of is None else at_one_place.get(operator)
     return direct.get(operator, otherwise) if maker is None else maker()
 
 

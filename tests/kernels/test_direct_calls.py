@@ -8,7 +8,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import f8sub
-from f8sub.kernels import cuda, graph_ops
+from f8sub.kernels import cuda, graph_ops, ops
 from tests.data_sets import gaussian, generator
 from tests.models import equal
 
@@ -52,6 +52,23 @@ def test_a_function_that_this_version_has_not_is_called_as_an_operator(monkeypat
     monkeypatch.setattr(graph_ops, "at_one_place", {})
     results, _ = calls()
     assert equal(*results)
+
+
+def test_code_for_other_tensors_has_functions_of_its_own():
+    """Inductor loads code once that it finds to be equal, and a function keeps launches for tensors of one kind."""
+
+    def quantize(x: torch.Tensor) -> list[torch.Tensor]:
+        return ops.quantize_as_one_node(x, None, "e4m3[128x128]", None)
+
+    found = []
+    graph_ops.enter_graph_functions()
+    for x in (gaussian((16, 32), generator(1)), gaussian((16, 32), generator(1)).bfloat16(), torch.ones(32, 16).t()):
+        with torch._inductor.config.patch(force_disable_caches=True, size_asserts=False, benchmark_harness=False):
+            _, (code,) = run_and_get_code(torch.compile(quantize, fullgraph=True, dynamic=False), x)
+        found.append([line for line in code.splitlines() if graph_ops.function_of_call.__name__ in line])
+        torch._dynamo.reset()
+    assert [len(lines) for lines in found] == [1, 1, 1]
+    assert len({line for (line,) in found}) == 3
 
 
 @pytest.mark.parametrize("name", ["quantize", "quantize_experts"])

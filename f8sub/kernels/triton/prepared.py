@@ -189,25 +189,25 @@ def at_one_place(
         function: of an operator whose first two arguments are all that its launches read; the second may be None.
         asked: takes the operator's arguments.
     """
-    known: PreparedLaunches | None = None
-    alignments, flat = (0, 0), tuple[int, ...]()
+    # One object, which threads that share the code see whole.
+    known: tuple[PreparedLaunches, tuple[int, int], tuple[int, ...]] | None = None
 
     def call(first: torch.Tensor, second: torch.Tensor | None, *rest: Any) -> Sequence[torch.Tensor]:
-        nonlocal known, alignments, flat
+        nonlocal known
         addresses = first.data_ptr(), 0 if second is None else second.data_ptr()
-        aligned = addresses[0] % ALIGNMENT, addresses[1] % ALIGNMENT
+        alignments = addresses[0] % ALIGNMENT, addresses[1] % ALIGNMENT
         are_apart = addresses[0] != addresses[1]
         # Kernels are compiled for alignments, and one argument of theirs stands for a tensor that is given twice.
-        if known is not None and are_apart and aligned == alignments:
-            results = known.run((first, second), addresses)
-            return flatten(results, flat) if flat else results
+        if (kept := known) is not None and are_apart and alignments == kept[1]:
+            results = kept[0].run((first, second), addresses)
+            return flatten(results, kept[2]) if kept[2] else results
         made = function(first, second, *rest)
         # Prepared when they come for the second time, here or at another place.
-        kind, given, which = asked(first, second, *rest)
+        kind, given, flat = asked(first, second, *rest)
         key, read = key_of(kind, given)
         found = cache.get(key)
         if found is not None and are_apart and tuple(read) == addresses:
-            known, alignments, flat = found, aligned, tuple(which)
+            known = found, alignments, tuple(flat)
         return [each if _is_laid_out(each) else each.contiguous().clone() for each in made]
 
     return call

@@ -226,6 +226,37 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             # Python runs once, at capture: replays write to the storage and call nothing here.
             self.cell.replayed = True
 
+    @property
+    def _inner(self) -> torch.Tensor:
+        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
+
+        Of all weights, because code that AOTAutograd kept on disk may be of a version that had it look into each.
+
+        It guards on the alias's identity, so that is kept for as long as it lies where the weight does. The address
+        shows that, which no other memory gets while the alias holds this one; each call of compiled code asks twice.
+        """
+        if self._wrapped is not None:
+            return self._wrapped
+        made_from = self.data_ptr(), self.stride(), self.shape
+        if self._alias is None or self._alias[0] != made_from:
+            # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
+            whole = self.plain.new_empty(0).set_(self.untyped_storage())
+            dlpack: Any = torch.utils.dlpack
+            memory = dlpack.from_dlpack(dlpack.to_dlpack(whole)).untyped_storage()
+            place = int(self.storage_offset()), self.shape, self.stride()
+            self._alias = made_from, whole.new_empty(0).set_(memory, *place)
+        return self._alias[1]
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls,
+        inner: dict[str, torch.Tensor],
+        context: None,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> "MasterWeight":
+        return cls(inner["_inner"])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             # Modules that are tied get one copy, and so stay tied.
@@ -282,37 +313,8 @@ class TraceableMasterWeight(MasterWeight):  # type: ignore[metaclass]
     ``grouped_linear`` is given views of the weights, and finds their module by what dynamo knows of those.
     """
 
-    @property
-    def _inner(self) -> torch.Tensor:
-        """The traced tensor or, as a graph input, an alias with a StorageImpl of its own, as torch.compile demands.
-
-        It guards on the alias's identity, so that is kept for as long as it lies where the weight does. The address
-        shows that, which no other memory gets while the alias holds this one; each call of compiled code asks twice.
-        """
-        if self._wrapped is not None:
-            return self._wrapped
-        made_from = self.data_ptr(), self.stride(), self.shape
-        if self._alias is None or self._alias[0] != made_from:
-            # Of the whole storage, because fake tensors compare offsets, and DLPack's tensors have none.
-            whole = self.plain.new_empty(0).set_(self.untyped_storage())
-            dlpack: Any = torch.utils.dlpack
-            memory = dlpack.from_dlpack(dlpack.to_dlpack(whole)).untyped_storage()
-            place = int(self.storage_offset()), self.shape, self.stride()
-            self._alias = made_from, whole.new_empty(0).set_(memory, *place)
-        return self._alias[1]
-
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls,
-        inner: dict[str, torch.Tensor],
-        context: None,
-        outer_size: Sequence[int],
-        outer_stride: Sequence[int],
-    ) -> "TraceableMasterWeight":
-        return cls(inner["_inner"])
 
 
 def _wrap_views(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:

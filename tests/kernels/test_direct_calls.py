@@ -62,8 +62,14 @@ def test_code_for_other_tensors_has_functions_of_its_own():
 
     found = []
     graph_ops.enter_graph_functions()
-    for x in (gaussian((16, 32), generator(1)), gaussian((16, 32), generator(1)).bfloat16(), torch.ones(32, 16).t()):
-        with torch._inductor.config.patch(force_disable_caches=True, size_asserts=False, benchmark_harness=False):
+    for x in (
+        gaussian((16, 32), generator(1)),
+        gaussian((16, 32), generator(1)).bfloat16(),
+        torch.ones(32, 16).t(),
+    ):
+        with torch._inductor.config.patch(
+            force_disable_caches=True, size_asserts=False, benchmark_harness=False
+        ):
             _, (code,) = run_and_get_code(torch.compile(quantize, fullgraph=True, dynamic=False), x)
         found.append([line for line in code.splitlines() if graph_ops.function_of_call.__name__ in line])
         torch._dynamo.reset()

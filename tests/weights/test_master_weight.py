@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import f8sub
 from tests import layers
@@ -289,6 +290,42 @@ def test_a_weight_that_is_a_later_part_of_a_storage_is_compiled():
         with torch.no_grad():
             layers[1].weight.mul_(factor)
         assert all(map(torch.equal, step(compiled), step(model)))
+
+
+def test_parameters_that_share_one_buffer_are_compiled(fresh_compiler):
+    """A bias as well as a weight lies in it."""
+    layers = nn.Sequential(nn.Linear(COLS, COLS), nn.Linear(COLS, COLS))
+    vector_to_parameters(parameters_to_vector(layers.parameters()).clone(), layers.parameters())
+    model = f8sub.convert_to_float8(layers, recipe="tensorwise")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(x_of()), model(x_of()))
+        vector_to_parameters(parameters_to_vector(model.parameters()).clone() * 2, model.parameters())
+
+
+@pytest.mark.parametrize(
+    "view", [lambda w: w.t(), lambda w: w.detach()[4:8], lambda w: w], ids=["t", "part", "all"]
+)
+def test_what_is_written_through_a_view_that_compiled_code_returned_is_seen(view, fresh_compiler):
+    model, x = made(), x_of()
+    found = torch.compile(view, backend="aot_eager", fullgraph=True)(model[0].weight)
+    for factor in (3.0, -5.0):
+        model(x)
+        with torch.no_grad():
+            found.mul_(factor)
+        assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
+
+
+def test_torch_takes_a_weight_for_a_plain_tensor_and_kept_code_for_one_of_tensors():
+    """AOTAutograd's code on disk may be of a version of f8sub whose weights it had to look into."""
+    weight = made()[0].weight
+    assert not is_traceable_wrapper_subclass(weight)
+    inner = weight._inner
+    assert type(inner) is torch.Tensor
+    assert inner.data_ptr() == weight.data_ptr()
+    rebuilt = type(weight).__tensor_unflatten__({"_inner": inner}, None, inner.shape, inner.stride())
+    assert type(rebuilt) is type(weight)
+    assert rebuilt.data_ptr() == weight.data_ptr()
 
 
 def test_deepcopy_keeps_gradients_ties_and_requires_grad():

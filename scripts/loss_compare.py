@@ -86,9 +86,15 @@ ON_CPU: dict[str, Any] = {"training.seq_len": 128, "training.local_batch_size": 
 ON_GPU: dict[str, Any] = {"training.seq_len": 512, "training.local_batch_size": 32, "eval.batches": 32}
 # Numbers are compared, also of experts that are too narrow to gain time.
 EXPERTS = {"float8.experts": "true"}
-SIZES = {"debug": ON_CPU, "moe-debug": ON_CPU | EXPERTS, "120m": ON_GPU, "moe-120m": ON_GPU | EXPERTS}
+SIZES = {
+    "debug": ON_CPU,
+    "moe-debug": ON_CPU | EXPERTS,
+    "120m": ON_GPU,
+    "120m-128": ON_GPU,
+    "moe-120m": ON_GPU | EXPERTS,
+}
 """How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2; and both of
-120M, 4 of 32 experts, which want a GPU."""
+120M, 4 of 32 experts, which want a GPU. 120m-128 has attention's heads of 128 channels instead of 64."""
 SPIKE, NEIGHBOURS = 1.2, 10
 """A step is a spike if its loss exceeds the median of so many steps on either side and itself by this factor."""
 SMOOTHED_STEPS = 20

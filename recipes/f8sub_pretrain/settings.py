@@ -65,10 +65,20 @@ class Model:
     """What to train, with random weights."""
 
     size: Literal[
-        "debug", "60m", "120m", "1b", "8b", "8b-16", "moe-debug", "moe-120m", "moe-1b", "moe-30b-4"
+        "debug",
+        "60m",
+        "120m",
+        "120m-128",
+        "1b",
+        "8b",
+        "8b-16",
+        "moe-debug",
+        "moe-120m",
+        "moe-1b",
+        "moe-30b-4",
     ] = "debug"
-    """A Llama; "moe-": Qwen3-MoE, whose layers have 8, 32, 64 or 128 experts. 8b-16: 16 layers of Llama 3 8B.
-    moe-30b-4: 4 layers of Qwen3-30B-A3B."""
+    """A Llama; "moe-": Qwen3-MoE, whose layers have 8, 32, 64 or 128 experts. 120m-128: 120m with heads of 128
+    channels instead of 64. 8b-16: 16 layers of Llama 3 8B. moe-30b-4: 4 layers of Qwen3-30B-A3B."""
     attention: Literal["auto", "torch"] = "auto"
     """"auto": cuDNN's kernels first on Hopper, f8sub.prefer_cudnn_attention(), with float8 and without; "torch": in
     torch's order."""

@@ -13,7 +13,7 @@ from f8sub.capture import Capture, entered, why_launched
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.graphs.dependencies import Dependencies, innermost
 from f8sub.graphs.optimizers import Rates, why_not_captured
-from f8sub.graphs.recorded import Recorded, records
+from f8sub.graphs.recorded import GraphMemory, Recorded, records
 from f8sub.graphs.waits import noticed_waits
 from f8sub.torch_compat import (
     GRAPHS,
@@ -154,6 +154,7 @@ class GraphedStep:
         self._stream: Any = None
         self._pool: Any = None
         self._rates: Rates | None = None
+        self._memory = GraphMemory(self._device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._launched: Counter[Hashable] = Counter()
         self._given_up: str | None = None
@@ -192,6 +193,10 @@ class GraphedStep:
             graph.host.replayed()
             return found
         self.how = "launched"
+        del graph
+        if self._graphs and (reason := self._memory.too_little()) is not None:
+            self.close()
+            self.why_launched = f"{self.why_launched}; {reason}"
         return self._launch(key, *tree_unflatten(leaves, structure))
 
     def _begin(self) -> None:
@@ -201,6 +206,7 @@ class GraphedStep:
         if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
             self._warmup = max(self._warmup, _DDP_WARMUP)
         self._device = _device_of(self._parts)
+        self._memory = GraphMemory(self._device)
         if self._device.type == "cuda":
             # The default stream cannot be captured.
             self._stream = torch.cuda.Stream(self._device)
@@ -217,6 +223,7 @@ class GraphedStep:
         self._graphs.clear()
         self._launched.clear()
         self._pool = None
+        self._memory.freed()
 
     @property
     def _captured_optimizer(self) -> torch.optim.Optimizer | None:
@@ -334,7 +341,8 @@ class GraphedStep:
             self._pool = torch.cuda.graph_pool_handle()
         graph = _Graph(self, leaves)
         try:
-            graph.capture(self, structure)
+            with self._memory.counted():
+                graph.capture(self, structure)
         except Exception as error:
             graph.host.failed()
             for part in self._parts:

@@ -24,6 +24,7 @@ import json
 import re
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import f8sub
+from scripts.bench import budget
 from scripts.table import Table
 
 ROUNDS = 3
@@ -282,17 +284,19 @@ class Arm:
             "loss": losses[-1].item(),
         }
 
-    def compared(self, count: int) -> list[dict[str, Any]]:
-        """Figures of launched and of replayed steps, in turns."""
+    def compared(self, count: int, *, apart: bool) -> list[dict[str, Any]]:
+        """Figures of launched and of replayed steps, in turns; with ``apart``, of launched ones before all replays."""
         self.steps(self.launched, 5)
         torch.cuda.reset_peak_memory_stats()
-        found: dict[str, list[dict[str, Any]]] = {
-            "launched": [self.steps(self.launched, count)],
-            "replayed": [],
-        }
+        arms = {"launched": self.launched, "replayed": self.replayed}
+        found: dict[str, list[dict[str, Any]]] = {how: [] for how in arms}
+        profiles = {}
+        found["launched"] += [self.steps(self.launched, count) for _ in range(ROUNDS if apart else 1)]
         memory = {"launched": peaks()}
         if self.fused is not None and self.fused.why_torch is not None:
             raise RuntimeError(f"torch's kernels took the last step: {self.fused.why_torch}")
+        if apart:
+            profiles["launched"] = self.profiled(self.launched)
         begin = time.perf_counter()
         self.steps(self.replayed, 3)
         # The allocator sees a captured step once, when it is captured.
@@ -305,18 +309,20 @@ class Arm:
         if self.replayed.how != "replayed":
             raise RuntimeError(f"the last step was {self.replayed.how}: {self.replayed.why_launched}")
         for _ in range(ROUNDS - 1):
-            for how, step in (("launched", self.launched), ("replayed", self.replayed)):
-                found[how].append(self.steps(step, count))
-        arms = {"launched": self.launched, "replayed": self.replayed}
+            for how, step in arms.items():
+                if how not in profiles:
+                    found[how].append(self.steps(step, count))
+        for how, step in arms.items():
+            if how not in profiles:
+                profiles[how] = self.profiled(step)
         return [
-            {"how": how, **summary(found[how]), **self.profiled(step), **memory[how], "s": took}
-            for how, step in arms.items()
+            {"how": how, **summary(found[how]), **profiles[how], **memory[how], "s": took} for how in arms
         ]
 
     def profiled(self, step: Any, count: int = 2) -> dict[str, Any]:
         """How long steps take over the time in which a kernel or a copy of theirs runs, communication too.
 
-        And the kernels of attention.
+        And the kernels of attention, and milliseconds and numbers of a step's kernels by kind.
         """
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             self.steps(step, count)
@@ -329,8 +335,16 @@ class Arm:
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
         named = {event.name for event in events if re.search("flash|fmha|sdpa|attention", event.name, re.I)}
+        ms: dict[str, float] = defaultdict(float)
+        kernels: Counter[str] = Counter()
+        for event in events:
+            kind = budget.kind_of(event.name)
+            ms[kind] += event.time_range.elapsed_us() / 1e3 / count
+            kernels[kind] += 1
         return {
             "over_busy": float((until - spans[0][0]) / busy),
+            "kinds_ms": {kind: round(ms[kind], 2) for kind in sorted(ms)},
+            "kinds_kernels": {kind: kernels[kind] / count for kind in sorted(kernels)},
             "attention": sorted(name[:60] for name in named),
         }
 
@@ -420,6 +434,11 @@ def parsed() -> argparse.Namespace:
         "--tp", type=int, default=1, help="ranks that share each layer, by tokens between layers"
     )
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="all launched steps before the capture: beside a graph they need their memory once more",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further arm after so many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
@@ -438,7 +457,7 @@ def rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list
     torch._dynamo.reset()
     try:
         run = Arm(arm, options, device)
-        rows = run.compared(options.steps)
+        rows = run.compared(options.steps, apart=options.apart)
         run.replayed.close()
         del run
     except Exception as error:

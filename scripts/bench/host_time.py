@@ -2,7 +2,8 @@
 
 Compiled blocks of a Llama 3 8B under FSDP2, forward and backward of so few tokens that the GPU is done before the host.
 Each part starts when the GPU has nothing to do. Backward runs in the calling thread, so that a profile shows it.
-Variants are measured one after the other, bf16 before and after all others: their distance is the noise.
+Variants take turns, several times, each time alone in the process: a host's clock drifts by half within a minute, and
+compiled code of another variant would be looked at first. The noise is the range over the turns.
 
     torchrun --nproc-per-node 2 scripts/bench/host_time.py --checkpoint selective --json host_time.json
     python scripts/bench/host_time.py --only "f8sub tensorwise compiled" --unsharded --profile 40
@@ -15,6 +16,7 @@ from __future__ import annotations
 import cProfile
 import dataclasses
 import io
+import itertools
 import os
 import pstats
 import statistics
@@ -35,6 +37,7 @@ PARTS = "forward", "backward", "scales"
 COLUMNS = (
     *((f"{part}: ms a block", f"{{{part}[median_ms]:.2f}} ± {{{part}[spread_ms]:.2f}}") for part in PARTS),
     ("forward and backward over bf16", "{over_bf16:.2f}"),
+    ("by turn", "{over_bf16_lowest:.2f} to {over_bf16_highest:.2f}"),
 )
 
 
@@ -77,24 +80,52 @@ class Timed:
         return found
 
 
-def measure(name: str, given: Any, device: torch.device) -> dict[str, Any]:
-    """One variant's figures; its model is gone afterwards."""
+def measured(name: str, given: Any, device: torch.device) -> list[dict[str, float]]:
+    """The steps of one turn of a variant; its model is gone afterwards."""
+    timed = made(name, given, device)
+    return [timed.step() for _ in range(given.rounds)]
+
+
+def profiled(name: str, given: Any, device: torch.device) -> dict[str, str]:
+    """Where a variant's time goes, by part."""
+    timed = made(name, given, device)
+    profiles = {part: cProfile.Profile() for part in PARTS}
+    for _ in range(given.rounds):
+        timed.step(profiles)
+    return {
+        part: profile_text(profile, given.profile, given.rounds * given.blocks)
+        for part, profile in profiles.items()
+    }
+
+
+def made(name: str, given: Any, device: torch.device) -> Timed:
+    """A variant's model, compiled and warm."""
     slices.allocated(device)
     variant = next(each for each in variants.all_variants() if each.name == name)
     torch._dynamo.reset()
     timed = Timed(variant, given, device)
     for _ in range(4):
         timed.step()
-    steps = [timed.step() for _ in range(given.rounds)]
-    found: dict[str, Any] = {part: summary([step[part] for step in steps]) for part in PARTS}
-    found["both"] = statistics.median(step["forward"] + step["backward"] for step in steps)
-    if given.profile:
-        profiles = {part: cProfile.Profile() for part in PARTS}
-        for _ in range(given.rounds):
-            timed.step(profiles)
-        found["profile"] = {
-            part: profile_text(made, given.profile, given.rounds * given.blocks)
-            for part, made in profiles.items()
+    return timed
+
+
+def both(steps: list[dict[str, float]]) -> float:
+    """Milliseconds a block of forward and backward."""
+    return statistics.median(step["forward"] + step["backward"] for step in steps)
+
+
+def figures_of(turns: dict[str, list[list[dict[str, float]]]], baseline: str) -> dict[str, dict[str, Any]]:
+    """By variant: each part, and forward and backward over the baseline's, of all turns and turn by turn."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, of in turns.items():
+        steps = list(itertools.chain(*of))
+        over = [both(one) / both(base) for one, base in zip(of, turns[baseline], strict=True)]
+        found[name] = {part: summary([step[part] for step in steps]) for part in PARTS} | {
+            "both": both(steps),
+            "both_by_turn": [both(one) for one in of],
+            "over_bf16": statistics.median(over),
+            "over_bf16_lowest": min(over),
+            "over_bf16_highest": max(over),
         }
     return found
 
@@ -121,7 +152,8 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=256)
     options.add_argument("--blocks", type=int, default=6)
     options.add_argument("--unsharded", action="store_true", help="without FSDP2, weights in bf16")
-    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--rounds", type=int, default=15, help="steps of a turn")
     options.add_argument("--checkpoint", choices=checkpoints.MODES, default="none")
     options.add_argument(
         "--profile", type=int, default=0, help="functions to show of each part, by their own time"
@@ -131,18 +163,17 @@ def main() -> None:
     variants.allow_recompiles()
     has_gpu, is_first = torch.cuda.is_available(), int(os.environ.get("RANK", 0)) == 0
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
-    figures: dict[str, dict[str, Any]] = {}
-    baseline, *others = dict.fromkeys((ONLY[0], *given.only))
+    names = list(dict.fromkeys((ONLY[0], *given.only)))
+    turns: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
     with ranks.process_group(device):
-        for name in (baseline, *others):
-            figures[name] = measure(name, given, device)
-        given.profile = 0
-        figures[f"{baseline}, again"] = measure(baseline, given, device)
-    for row in figures.values():
-        row["over_bf16"] = row["both"] / figures[baseline]["both"]
+        for _ in range(given.turns):
+            for name in names:
+                turns[name].append(measured(name, given, device))
+        profiles = {name: profiled(name, given, device) for name in names} if given.profile else {}
+    figures = figures_of(turns, ONLY[0])
     if is_first:
-        for name, row in figures.items():
-            for part, text in row.get("profile", {}).items():
+        for name, texts in profiles.items():
+            for part, text in texts.items():
                 print(f"{name}, {part}: microseconds a block\n{text}\n")
         sharded = "unsharded" if given.unsharded else f"{ranks.world_size()} ranks"
         title = f"Host time, {given.blocks} blocks, {sharded}, checkpointing {given.checkpoint}"

@@ -1,11 +1,13 @@
 """What float8 costs a 120M Llama, by arm and by forward pass: the tables of two pages and docs/images/loss_120m.svg.
 
 The runs are those of ``scripts/loss_compare.py --shared-steps``, on GPUs; ``--record-from`` reads them into the file
-``loss_120m.json``, as ``arms``, as ``options`` or, those of a mixture of experts, as ``experts``. Runs from scratch are
-in a folder of their own, one JSON file each with ``held_out``.
+``loss_120m.json``, as ``arms``, as ``options``, those of a mixture of experts as ``experts`` and those with attention's
+heads of 128 channels as ``attention``. Runs from scratch are in a folder of their own, one JSON file each with
+``held_out``.
 
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --scratch runs/scratch
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_moe-120m --record-as experts
+    python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m-128 --record-as attention
     python scripts/tables/loss_120m.py --write-docs
 """
 
@@ -52,6 +54,12 @@ OPTIONS = {
 EXPERTS = {
     YARDSTICK: "float32 (the noise)",
     **{name: NAMES[name] for name in ("tensorwise", "rowwise", "blockwise")},
+}
+ATTENTION = {
+    HALVES: NAMES[HALVES],
+    "tensorwise": NAMES["tensorwise"],
+    "tensorwise+attention_in_float8": "`tensorwise`, attention in float8",
+    "tensorwise+attention_forward_in_float8": "`tensorwise`, attention's forward pass in float8",
 }
 FORWARDS = {
     "x and w": "x and w, one scale per tensor",
@@ -172,6 +180,7 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
         "loss_120m_arms": (data, NAMES),
         "loss_120m_options": (data["options"], OPTIONS),
         "loss_120m_experts": (data["experts"], EXPERTS),
+        "loss_120m_attention": (data["attention"], ATTENTION),
     }
     found = {
         marker: Table(marker, ["trained", *by_seed], rows(shared_gaps(runs, names), names))
@@ -186,13 +195,13 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
 def provenance(data: dict[str, Any], marker: str = "") -> str:
     """The line below each table; the runs' own command is in docs/measurements/numerics.md."""
     own = marker.removeprefix("loss_120m_")
-    ran = data[own] if own in ("options", "experts") else data
+    ran = data[own] if own in ("options", "experts", "attention") else data
     return f"<sub>`python scripts/tables/loss_120m.py` · {ran['machine']} · {ran['date']}</sub>"
 
 
 def main(
     record_from: Path | None = None,
-    record_as: Literal["arms", "options", "experts"] = "arms",
+    record_as: Literal["arms", "options", "experts", "attention"] = "arms",
     scratch: Path = Path("runs/scratch"),
     write_docs: bool = False,
 ) -> None:

@@ -401,6 +401,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "slowest_tenth": steps[len(steps) // 2] / steps[int(0.9 * len(steps))],
         # Of a step that finds the GPU idle: a later one waits until the replay before it has ended.
         "host_ms": statistics.median(each["host"][0] for each in rounds),
+        "host_ms_by_round": [[round(ms, 2) for ms in each["host"]] for each in rounds],
         "loss": rounds[-1]["loss"],
     }
 

@@ -106,6 +106,7 @@ COMPILATION = Need(
     "torch.compile",
     "train without torch.compile",
     {
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": "",
         "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer": "fn",
         "torch._higher_order_ops.wrap.TagActivationCheckpoint": "",
         "torch.compiler._is_compiling_flag": "",
@@ -923,6 +924,18 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_result
+def stays_in_graph() -> bool:
+    """Return whether what a parallel style's hook returns cannot leave the graph that ``torch.compile`` traces now.
+
+    It leaves where graphs may break, and where the hook is traced by itself: of a module that is compiled with its own
+    hooks.
+    """
+    frame: Any = _at("torch._dynamo.symbolic_convert.InstructionTranslator").current_tx()
+    hooks: Any = _at("torch.distributed.tensor.parallel.style")
+    return bool(frame.one_graph and frame.f_code.co_filename != hooks.__file__)
 
 
 def call_directly(operator: str, maker: str, *, by_place: bool) -> None:

@@ -25,7 +25,7 @@ from f8sub.linear.dtensor import Cut, Named, histories_left_alone
 from f8sub.linear.float8_linear import Float8Linear, Unnamed, sources_of
 from f8sub.recipe import Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import apply, autocast_dtype, compiling, untraced
+from f8sub.torch_compat import apply, autocast_dtype, compiling, stays_in_graph, untraced
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -221,11 +221,11 @@ def gather(x: DTensor, layer: Float8Linear, *, shared: bool) -> DTensor:
     dtype = autocast_dtype(device) or x.dtype
     if not torch.compiler.is_compiling():
         return _gathered(x, plan, dtype, layer._f8sub, sources_of(layer, plan.recipe), shared)
-    if shared or plan.recipe.scaling is not None:
-        # A shared x may leave its graph, to which its gradient would be another DTensor of float8.
+    if plan.recipe.scaling is not None or (shared and not stays_in_graph()):
+        # To a graph that a shared x leaves its gradient would be a DTensor of float8.
         return _eagerly(x, layer, shared)
     enter_graph_functions()
-    return _node(x, plan.key, dtype)
+    return _node(x, plan.key, dtype, shared)
 
 
 def _gathered(
@@ -239,10 +239,10 @@ def _gathered(
 
 
 @in_graph
-def _node(x: DTensor, key: str, dtype: torch.dtype) -> DTensor:
+def _node(x: DTensor, key: str, dtype: torch.dtype, shared: bool) -> DTensor:
     """Gather as one node of compiled code, see ``float8_linear.py``."""
     with compiling():
-        return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared=False)
+        return _gathered(x, Plan.made[key], dtype, Unnamed, CURRENT_SOURCES, shared)
 
 
 @untraced

@@ -204,7 +204,10 @@ def prepared(
         parallelize_module(model, mesh["tensor"], ends)
     for index, block in enumerate(model.layers):
         block = checkpointed(block, options.ac)
-        model.layers[index] = torch.compile(block, dynamic=False) if options.compile else block
+        whole = options.model != "qwen3-moe"
+        model.layers[index] = (
+            torch.compile(block, dynamic=False, fullgraph=whole) if options.compile else block
+        )
     for part in (model.embed, *model.layers, model.head, model):
         fully_shard(part, mp_policy=POLICY, mesh=mesh["data"], reshard_after_forward=options.reshard)
     if "gradients" in extras:

@@ -43,6 +43,13 @@ class FeedForward(nn.Module):
         return self.w2(self.w1(x).relu() * self.w3(x))
 
 
+class Block(nn.Sequential):
+    """A module around another; torch.compile traces no forward of torch's own modules that have FSDP2's hooks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)
+
+
 OF_TOKENS = Shard(1)
 ONE_GATHER = {
     "": PrepareFloat8ModuleInput(
@@ -135,7 +142,7 @@ def whole_gradients(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def feed_forward(recipe: str | None, **options: object) -> nn.Module:
-    return filled(nn.Sequential(FeedForward()), recipe, **options)
+    return filled(Block(FeedForward()), recipe, **options)
 
 
 def mesh_of(*shape: int) -> DeviceMesh:

@@ -146,8 +146,14 @@ def test_x_is_gathered_once_as_one_byte_an_element(rank, world, recipe, plan):
 @pytest.mark.parametrize(
     ("mode", "plan", "recipe", "world"),
     long_but(
-        [("checkpointed", "one gather", "rowwise", 2), ("compiled", "high precision", "tensorwise", 4)],
         [
+            ("checkpointed", "one gather", "rowwise", 2),
+            ("compiled from outside", "one gather", "tensorwise", 2),
+            ("compiled", "high precision", "tensorwise", 4),
+        ],
+        [
+            *(("compiled from outside", "one gather", recipe, 2) for recipe in RECIPES),
+            *(("compiled from outside", "one gather", recipe, 4) for recipe in ("tensorwise", "rowwise")),
             ("checkpointed", "one gather", "rowwise", 2),
             ("compiled", "one gather", "rowwise", 4),
             *(("compiled", "one gather a layer", recipe, 2) for recipe in ("rowwise", "delayed")),
@@ -163,9 +169,11 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan, recipe):
     usual = products_of(parallel(recipe, plan, mesh_of(*shape)), x, dy)
     model = parallel(recipe, plan, mesh_of(*shape))
     if mode == "compiled":
-        # A shared x and amax histories have their layers run between graphs.
+        # A shared x has the hook of a module that is compiled by itself run between graphs, and amax histories layers.
         fullgraph = plan != "one gather" and recipe != "delayed"
         model[0].compile(backend="aot_eager", fullgraph=fullgraph)
+    elif mode == "compiled from outside":
+        model.compile(backend="aot_eager", fullgraph=True)
     else:
         model[0].forward = functools.partial(checkpoint, model[0].forward, use_reentrant=False)
     found = products_of(model, x, dy)
@@ -175,8 +183,8 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan, recipe):
     assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
-def nodes_of(model: nn.Module, world: int, rank: int, *names: str) -> list[list[int]]:
-    """How many nodes of each name the graph of forward has, and that of backward."""
+def nodes_of(model: nn.Module, world: int, rank: int, *names: str, whole: bool = False) -> list[list[int]]:
+    """How many nodes of each name the graph of forward has, and that of backward: of the model's part, or of it all."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -189,7 +197,7 @@ def nodes_of(model: nn.Module, world: int, rank: int, *names: str) -> list[list[
 
     partition = min_cut_rematerialization_partition
     backend = aot_autograd(fw_compiler=seen, bw_compiler=seen, partition_fn=partition)
-    model[0].compile(backend=backend, fullgraph=True)
+    (model if whole else model[0]).compile(backend=backend, fullgraph=True)
     products_of(model, *(t.tensor_split(world, dim=1)[rank] for t in inputs()))
     return nodes
 
@@ -199,6 +207,26 @@ def test_what_compiled_code_must_not_look_into_is_one_node_each(rank, world):
     model = feed_forward("tensorwise", backend="reference")
     parallelize_module(model, mesh_of(world)["tp"], PLANS["one gather a layer"])
     assert nodes_of(model, world, rank, "gemm_nt.", "derive_columnwise.") == [[3, 0], [6, 5]]
+
+
+@pytest.mark.parametrize(("recipe", "reduced"), [("rowwise", 1), ("tensorwise", 4)])
+def test_compiled_code_gathers_an_x_of_two_layers_once(rank, world, recipe, reduced):
+    """In one graph: the gather, what is reduced in forward and backward, and amaxes, of x and of w that ranks share."""
+    model = parallel(recipe, "one gather", mesh_of(world))
+    names = "all_gather_into_tensor.", "reduce_scatter_tensor.", "all_reduce."
+    (gathers, scattered, of_amaxes), (again, of_dx, _) = nodes_of(model, world, rank, *names, whole=True)
+    assert (gathers, scattered) == (1, 1)
+    # dy of the last layer, and dx of both others.
+    assert (again, of_dx) == (1, 1)
+    assert of_amaxes == reduced
+
+
+def test_a_hook_that_has_a_graph_of_its_own_is_no_part_of_a_whole_one(rank, world):
+    """Before anything is multiplied: its x would leave that graph, and backward would fail."""
+    model = parallel("rowwise", "one gather", mesh_of(world))
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.compiler\.disable"):
+        model(inputs()[0].tensor_split(world, dim=1)[rank])
 
 
 @pytest.mark.parametrize("world", long_but((2,), (2, 4)))

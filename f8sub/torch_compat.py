@@ -84,6 +84,7 @@ CONVERSION = Need(
         "torch._C._current_autograd_node": "",
         "torch._C._current_graph_task_id": "",
         "torch._C._disabled_torch_function_impl": "",
+        "torch._C._increment_version": "",
         "torch._C._dynamo.guards._empty_strided_cpu": "",
         "torch._C._dynamo.guards._empty_strided_cuda": "",
         "torch._C._dynamo.guards._reinterpret_tensor": "",
@@ -397,6 +398,24 @@ class PlainToDynamo(type(torch.Tensor)):  # type: ignore[misc]
             vars(base)["__torch_dispatch__"] for base in cls.__mro__ if "__torch_dispatch__" in vars(base)
         )
         return own.__get__(None, cls)
+
+
+def after_counted_writes(call: Callable[[torch.Tensor], None]) -> None:
+    """Have ``call`` be given each tensor that torch says was written to when no operator of the tensor's own said so.
+
+    Inductor's code writes to memory. AOTAutograd (2.11 to 2.15) then counts a version of each tensor that the code was
+    called with, by ``torch.autograd.graph.increment_version``: of a DTensor, and not of the tensor within it.
+    """
+    own = torch._C._increment_version
+
+    def counted(tensors: Iterable[torch.Tensor]) -> None:
+        written = tuple(tensors)  # AOTAutograd gives a generator
+        own(written)
+        for tensor in written:
+            call(tensor)
+
+    # What the public function calls, and looks up at each call: compiled code may hold that function already.
+    torch._C._increment_version = counted
 
 
 def is_dtensor(x: object) -> "TypeIs[DTensor]":

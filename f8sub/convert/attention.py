@@ -63,7 +63,7 @@ from f8sub.torch_compat import (
     running_ddp,
 )
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
-from f8sub.weights.precompute_scales import watch_optimizer_steps
+from f8sub.weights.precompute_scales import watch_writes
 from f8sub.weights.weight import BESIDE, STATE, Anchor, WeightRecord, is_converted
 
 if TYPE_CHECKING:
@@ -633,7 +633,7 @@ def _anchored(model: torch.nn.Module, alone: dict[str, AttentionState]) -> Conve
         module.__dict__[BESIDE] = Anchor(conversion, tuple(states))
     # Scales of it may be asked for, as in training loops that do so with any model.
     Conversion.see(model)
-    watch_optimizer_steps()
+    watch_writes()
     return conversion
 
 

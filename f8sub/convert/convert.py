@@ -44,7 +44,7 @@ from f8sub.weights.checks import Fsdp1, ShardChecks, warn_of_fsdp1
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight, master_parameter
 from f8sub.weights.non_finite import HeldWeights, SkippedSteps
-from f8sub.weights.precompute_scales import warn_of_replaced, watch_optimizer_steps
+from f8sub.weights.precompute_scales import warn_of_replaced, watch_writes
 from f8sub.weights.weight import Weight, conversion_of, is_converted, take_place
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -220,7 +220,7 @@ def _convert_selected(
     Conversion.see(model)
     # Learn at forwards who shards the layers, and of every optimizer's steps.
     model.register_forward_pre_hook(functools.partial(check_ranks_hook, conversion))
-    watch_optimizer_steps()
+    watch_writes()
     for guest in conversion.layer_guests:
         guest.converted(model, conversion)
     leave_out_of_exports(model)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_an_optimizer, shown
-from f8sub.torch_compat import gathered_parameters, is_dtensor, untraced
+from f8sub.torch_compat import after_counted_writes, gathered_parameters, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import (
@@ -20,6 +20,7 @@ from f8sub.weights.weight import (
     conversion_beside,
     conversion_of,
     local_tensor,
+    master_of,
     of_gathered,
     refuse_gathered,
 )
@@ -65,11 +66,18 @@ def precompute_scales(model: torch.nn.Module | Iterable[torch.nn.Module]) -> Non
 
 
 @functools.cache
-def watch_optimizer_steps() -> None:
-    """Have every optimizer mark the weights that it changes: a compiled step bypasses the dispatch that would."""
+def watch_writes() -> None:
+    """Have every optimizer and all compiled code mark the weights that they change past the dispatch that would."""
     # Hooks of all optimizers: a training loop need not tell f8sub which one steps its weights.
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    after_counted_writes(_written)
+
+
+def _written(tensor: torch.Tensor) -> None:
+    """Mark a weight that compiled code wrote to, which knows it as a DTensor, a primary weight or another view."""
+    if (master := master_of(local_tensor(tensor))) is not None:
+        master.mark_stale()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

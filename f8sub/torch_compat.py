@@ -176,7 +176,10 @@ GATHER = Need(
     },
     {
         "FSDPParam": "_module_info _sharded_param_data mp_policy sharded_param",
-        "FSDPParamGroup": "device fsdp_params mesh_info post_backward post_forward_mesh_info reduce_grads",
+        "FSDPParamGroup": (
+            "_all_gather_result device fsdp_params is_unsharded mesh_info post_backward post_forward_mesh_info "
+            "reduce_grads"
+        ),
         "ParamModuleInfo": "module param_name shared_modules shared_param_names",
     },
 )
@@ -706,6 +709,32 @@ def keep_padded_shards(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Modul
     return found
 
 
+Value = TypeVar("Value")
+
+
+def parameter_groups(
+    of: Mapping[tuple[torch.nn.Module, str], Value],
+) -> list[tuple[Any, list[tuple[Any, Value]]]]:
+    """Return FSDP2's groups of parameters that are gathered together, each with its parameters that have a value.
+
+    Args:
+        of: by module and name of parameters that FSDP2 shards; those that it does not are left out.
+    """
+    found: dict[int, tuple[Any, list[tuple[Any, Value]]]] = {}
+    for group, param in fsdp_params():
+        info = param._module_info
+        owners = [(info.module, info.param_name)]
+        owners += zip(info.shared_modules, info.shared_param_names, strict=True)
+        if values := [(param, of[owner]) for owner in owners if owner in of]:
+            found.setdefault(id(group), (group, []))[1].extend(values)
+    return list(found.values())
+
+
+def is_gathered(group: Any) -> bool:
+    """Return whether what FSDP2 gathered of a group's parameters is in use, or on its way."""
+    return group.is_unsharded or group._all_gather_result is not None
+
+
 def after_reductions(
     of: Mapping[tuple[torch.nn.Module, str], Callable[[], None]],
 ) -> None:
@@ -717,15 +746,7 @@ def after_reductions(
     Args:
         of: by module and name of parameters that FSDP2 shards; those that it does not are left out.
     """
-    watched: dict[int, tuple[Any, list[tuple[Any, Callable[[], None]]]]] = {}
-    for group, param in fsdp_params():
-        info = param._module_info
-        owners = [(info.module, info.param_name)]
-        owners += zip(info.shared_modules, info.shared_param_names, strict=True)
-        calls = [(param, of[owner]) for owner in owners if owner in of]
-        if calls:
-            watched.setdefault(id(group), (group, []))[1].extend(calls)
-    for group, params in watched.values():
+    for group, params in parameter_groups(of):
         # FSDP2 has no hook for this, and looks the method up on the group at each call: what the object has of its
         # own comes before its class.
         group.post_backward = functools.partial(_post_backward, group.post_backward, group, params)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from f8sub.host_copy import constant
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
-from f8sub.weights.shard import KnownAmax, Shard
+from f8sub.weights.shard import KnownAmax, Shard, TableScales
 from f8sub.weights.weight import is_raw, written_raw
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class AmaxTable:
     def __init__(self, shards: Sequence[Shard], regions: "Mapping[Guest, Region]", device: str) -> None:
         self.shards, self.regions = shards, regions
         self._ways: dict[frozenset[Shard], _Ways] = {}
+        # Those that may have ``next_scales``.
+        self._waiting: Collection[Shard] = ()
         self.group_by_rule()
         sizes = [rows * cols for rows, cols in (shard.table_shape for shard in shards)]
         slots = [size + -size % _SLOT for size in sizes]
@@ -164,28 +166,40 @@ class AmaxTable:
             capture.keep(ways.launches)
         return ways
 
-    def write_scales(self) -> None:
-        """Compute the scales from the reduced amaxes, in place."""
+    def write_scales(self, in_use: Collection[Shard] = ()) -> None:
+        """Compute the scales from the reduced amaxes, in place.
+
+        FSDP2 has the weights ``in_use`` gathered, cast with the scales from before. They are read with those until they
+        are gathered again, see ``Shard.next_scales``.
+        """
+        # No scale that is read meanwhile is written, for a moment neither: this may run on a stream of FSDP2's own.
+        scale_inv = torch.empty_like(self._scale_inv) if in_use else self._scale_inv
+        for shard in self._waiting:
+            shard.next_scales = None
+        self._waiting = in_use
         for shards in self._runs:
             # Scales of another dtype lie outside the table's float32 memory, so each
             # weight's are written by themselves.
             if shards[0].format.scale_rule.stored_as != torch.float32:
                 for shard in shards:
-                    self._write(shard, shard.scales[:3], None)
+                    self._write(shard, shard.scales_beside() if shard in in_use else shard.scales, None)
                 continue
             first, last = shards[0].scales.amax, shards[-1].scales.amax
             # Neighbours of one rule are one piece of memory, gaps included.
             part = slice(first.storage_offset(), last.storage_offset() + last.numel())
             priors = [shard.prior() for shard in shards if shard.prior is not None]
             prior = _side_by_side(priors, _SLOT, int(part.stop - part.start)) if priors else None
-            self._write(shards[0], (self.amax[part], self._scale[part], self._scale_inv[part]), prior)
+            entries = self.amax[part], self._scale[part], scale_inv[part]
+            self._write(shards[0], TableScales(*entries, entries[2], None), prior)
+            for shard in shards if in_use else ():
+                shard.take_scales(scale_inv, later=shard in in_use)
         for shard in self.shards:
-            if shard.copies_scales:
+            if shard.copies_scales and shard.next_scales is None:
                 shard.scales_written()
 
-    def _write(self, shard: Shard, entries: Sequence[torch.Tensor], prior: PriorScale | None) -> None:
-        """Compute the scales of entries (amax, scale, scale_inv), all float32, by the rule of ``shard``."""
-        (amax, scale, scale_inv), of_all = entries, shard.scales.global_scale_inv
+    def _write(self, shard: Shard, entries: TableScales, prior: PriorScale | None) -> None:
+        """Compute the scales of entries, of one weight or of neighbours, by the rule of ``shard``."""
+        amax, scale, scale_inv, _, of_all = entries
         if self._by_kernels and multi_tensor_launch.takes_amaxes(amax, shard.format, shard.dtype):
             with support.device_of(amax):
                 multi_tensor_launch.scales(amax, prior, scale, scale_inv, shard.format, shard.dtype).run()

@@ -32,14 +32,14 @@ When the table is reduced is decided by what every rank knows, never by what one
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.torch_compat import after_reductions, graph_task
+from f8sub.torch_compat import after_reductions, graph_task, is_gathered, parameter_groups
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
@@ -82,6 +82,8 @@ class Exchange:
         self.generation = 0
         self.table = AmaxTable([], {}, "cpu")
         self._watched: weakref.WeakSet[WeightRecord] = weakref.WeakSet()
+        # FSDP2's groups, held weakly because they hold modules, and the shards that are gathered in each.
+        self._gathered_in: list[tuple[weakref.ref[Any], list[Shard]]] = []
         self._groups: dict[tuple[int, ...], OwnGroup] = {}
         # A reduction that began and did not end. Whether scales are out of date is another matter: weights may change
         # while one is on its way, and then ``due`` and ``_under_way`` are both true.
@@ -125,6 +127,11 @@ class Exchange:
         in_order = sorted(shards, key=lambda s: (*map(str, s.rule), s.fqn))
         self.table = AmaxTable(in_order, regions, self.layout.device)
         self._changes_covered = _NEVER
+        sent = {(r.module, r.name): s for r in records if (s := r.shard) is not None and s.sent}
+        self._gathered_in = [
+            (weakref.ref(group), list(dict.fromkeys(shard for _, shard in params)))
+            for group, params in parameter_groups(sent)
+        ]
         self._watch(records)
 
     def _watch(self, records: Sequence[WeightRecord]) -> None:
@@ -140,6 +147,11 @@ class Exchange:
         new = [record for record in records if record not in self._watched]
         self._watched.update(new)
         after_reductions({(record.module, record.name): opens for record in new})
+
+    def in_use(self) -> list[Shard]:
+        """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""
+        groups = ((reference(), shards) for reference, shards in self._gathered_in)
+        return [shard for group, of in groups if group is not None and is_gathered(group) for shard in of]
 
     @property
     def gathers(self) -> bool:
@@ -237,7 +249,7 @@ class Exchange:
         self._changes_covered, self.generation = changes, generation
         self._findings, self._under_way, self._written = [], None, None
         for shard in self.table.shards:
-            shard.amax_of = None
+            shard.amax_of = shard.next_scales = None
 
     def _all_request(self) -> bool:
         """Return whether all ranks come to reduce, which none of them has to."""
@@ -331,7 +343,7 @@ class Exchange:
         with torch.inference_mode(mode=False), torch.no_grad():
             # Guests first: they may decide the scales of the weights.
             told = [(region, region.read(out, self.table.amax)) for region, out in regions]
-            self.table.write_scales()
+            self.table.write_scales([shard for shard in self.in_use() if shard.is_cast_again])
             if self.table.amax.is_cuda:
                 # FSDP2 casts on streams of its own: they wait for this event before they read the scales.
                 event = torch.cuda.current_stream(self.table.amax.device).record_event()
@@ -426,6 +438,7 @@ class Exchange:
         self.settle()
         # Gather once more, with the scales of the weight as it is now, into the memory that FSDP2 reads next.
         shard.wire.gather(shard.cast(source), gathered)
+        shard.use_next_scales()
 
     def all_arrive(self, ranks: tuple[int, ...], *what: object) -> bool:
         """Return whether all of these ranks come to a point, for the first time; see ``agreement.py``."""

@@ -11,7 +11,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from f8sub.capture import current_capture, is_capturing
-from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_an_optimizer, shown
+from f8sub.errors import (
+    Float8ConfigError,
+    Float8Warning,
+    first_and_more,
+    refuse_other_than_an_optimizer,
+    shown,
+)
 from f8sub.torch_compat import after_counted_writes, gathered_parameters, is_dtensor, untraced
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
@@ -91,6 +97,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if found := gathered_parameters(optimizer):
                 warnings.warn(of_gathered(optimizer, found), Float8Warning, stacklevel=4)
     for conversion, weights in stepped.items():
+        if conversion is not None and not torch.compiler.is_compiling():
+            _warn_of_gathered(optimizer, conversion, weights)
         for guest in () if conversion is None else conversion.guests:
             guest.before_step(optimizer, weights)
     # Before the step: a compiled or fused one writes to the weights without dispatch. With a closure the model still
@@ -214,6 +222,29 @@ def _warn_of_gone(stepped: Mapping[Conversion | None, Sequence[torch.Tensor]]) -
     if gone:
         warnings.warn(
             _replaced(gone, "layers of others, which train their weights"), Float8Warning, stacklevel=5
+        )
+
+
+_stepped_gathered: weakref.WeakSet[Conversion] = weakref.WeakSet()
+"""Conversions that ``_warn_of_gathered`` warned of."""
+
+
+def _warn_of_gathered(
+    optimizer: torch.optim.Optimizer, conversion: Conversion, weights: Sequence[torch.Tensor]
+) -> None:
+    """Warn, once, of weights that FSDP2 has gathered while they are stepped: it does not gather those again."""
+    in_use = {shard for exchange in conversion.exchanges.values() for shard in exchange.in_use()}
+    if not in_use or conversion in _stepped_gathered:
+        return
+    records = [local_tensor(weight).record for weight in weights if weight.grad is not None]  # type: ignore[attr-defined]
+    if fqns := [record.fqn for record in records if record is not None and record.shard in in_use]:
+        _stepped_gathered.add(conversion)
+        warnings.warn(
+            f"{first_and_more(fqns)}: stepped by the {type(optimizer).__name__} while FSDP2 has it gathered, so the "
+            "next forward multiplies by the weight from before the step, as in high precision; have the last backward "
+            "reshard, model.set_reshard_after_backward(True), or call reshard() on every FSDPModule before the step",
+            Float8Warning,
+            stacklevel=5,
         )
 
 

@@ -45,6 +45,11 @@ class DroppedShard(Shard):
         return False
 
     @property
+    def is_cast_again(self) -> bool:
+        """False: the float8 data keep their scales, which ``scales_written`` restores."""
+        return False
+
+    @property
     def shows_changes(self) -> bool:
         """True: there are no changes to miss."""
         return True

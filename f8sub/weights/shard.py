@@ -48,6 +48,17 @@ class TableScales(NamedTuple):
     global_scale_inv: torch.Tensor | None
 
 
+class NextScales(NamedTuple):
+    """The scales of a weight that changed while FSDP2 had it gathered: those of its next all-gather.
+
+    Until then what is gathered is read with the scales that it was cast with. ``written`` are pairs of what it reads
+    and of what that becomes; ``gathers`` is ``Shard.gathers`` at the change.
+    """
+
+    written: list[tuple[torch.Tensor, torch.Tensor]]
+    gathers: int
+
+
 W = TypeVar("W", bound=Weight)
 
 
@@ -71,6 +82,7 @@ class Shard:
         known: what ``fused_step`` found of the shard; of a later state of ``master`` it says nothing.
         kept: what ``pending`` returned last; not under CPU offload, which copies to a GPU for every gather.
         casts: those of the weights that it was gathered with last, if it was the first of them.
+        next_scales: what the unsharded weight's scales become when it is gathered again; None where they are in place.
     """
 
     scales: TableScales
@@ -97,6 +109,7 @@ class Shard:
         self.known: KnownAmax | None = None
         self.kept: PendingCodes | None = None
         self.casts: Casts | None = None
+        self.next_scales: NextScales | None = None
         self.sent_shape = layout.stacked(
             torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
         ).shape
@@ -143,6 +156,11 @@ class Shard:
         if (known := self.known) is None or not self.master.owns_storage or self.master.cell.replayed:
             return None
         return known if known.of == self.master.state else None
+
+    @property
+    def is_cast_again(self) -> bool:
+        """True if each all-gather casts the weight with the scales in the table; else they travel with the data."""
+        return not self.wire.carries_scales
 
     @property
     def shows_changes(self) -> bool:
@@ -202,6 +220,34 @@ class Shard:
         if part is not scale_inv:
             with preserve_version_counter(part):
                 part.copy_(self.layout.tiles_of_part(scale_inv, self.wire.table_tile))
+
+    def scales_beside(self) -> TableScales:
+        """Return where to write the weight's scales, which the unsharded weight gets later, see ``next_scales``."""
+        of_all = self.scales.global_scale_inv
+        read = [self.scales.scale_inv, *([] if of_all is None else [of_all])]
+        beside = [torch.empty_like(scales) for scales in read]
+        self.next_scales = NextScales(list(zip(read, beside, strict=True)), self.gathers)
+        return self.scales._replace(scale_inv=beside[0], global_scale_inv=None if of_all is None else beside[1])
+
+    def take_scales(self, of_all: torch.Tensor, *, later: bool) -> None:
+        """Take the weight's entries of a table that was written beside its own; ``later``, see ``next_scales``."""
+        scales = self.scales.scale_inv
+        become = of_all.as_strided(scales.shape, scales.stride(), scales.storage_offset())
+        if later:
+            self.next_scales = NextScales([(scales, become)], self.gathers)
+        else:
+            with preserve_version_counter(scales):
+                scales.copy_(become)
+
+    def use_next_scales(self) -> None:
+        """Write the scales of the data that were just gathered, which the unsharded weight reads from now on."""
+        if self.next_scales is None:
+            return
+        for scales, become in self.next_scales.written:
+            with preserve_version_counter(scales):
+                scales.copy_(become)
+        self.next_scales = None
+        self.scales_written()
 
     def part_of(self, source: Weight) -> ShardSlice | None:
         """Return ``source``, see ``pending``, for a launch that casts many matrices; None where that cannot be."""

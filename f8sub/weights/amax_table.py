@@ -175,6 +175,8 @@ class AmaxTable:
         # No scale that is read meanwhile is written, for a moment neither: this may run on a stream of FSDP2's own.
         scale_inv = torch.empty_like(self._scale_inv) if in_use else self._scale_inv
         for shard in self._waiting:
+            if shard.next_scales is not None and shard.next_scales.cast:
+                shard.use_next_scales()  # of data that are on their way now
             shard.next_scales = None
         self._waiting = in_use
         for shards in self._runs:

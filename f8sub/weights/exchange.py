@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.torch_compat import after_reductions, graph_task, is_gathered, parameter_groups
+from f8sub.torch_compat import after_reductions, graph_task, parameter_groups
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
@@ -150,8 +150,12 @@ class Exchange:
 
     def in_use(self) -> list[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""
-        groups = ((reference(), shards) for reference, shards in self._gathered_in)
-        return [shard for group, of in groups if group is not None and is_gathered(group) for shard in of]
+        found = []
+        for reference, shards in self._gathered_in:
+            group = reference()
+            is_gathered = group is not None and group.is_unsharded
+            found += shards if is_gathered else [shard for shard in shards if shard.on_its_way]
+        return found
 
     @property
     def gathers(self) -> bool:
@@ -392,6 +396,7 @@ class Exchange:
         # Before the all-gather, which therefore ends after all ranks told: ``resolve`` reads a final count.
         announce(ticket)
         # Cast at once, with the old scales: if another rank did not change, these data stand.
+        shard.was_cast()
         return shard.layout.stacked(shard.cast(source, beyond_range=_RANGE_SLACK)), ticket
 
     def _wait_for_scales(self, *, captured: bool) -> None:

@@ -8,6 +8,7 @@ are cast when that runs, into that tensor, by one launch where kernels take them
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -48,15 +49,19 @@ class TableScales(NamedTuple):
     global_scale_inv: torch.Tensor | None
 
 
-class NextScales(NamedTuple):
+@dataclass
+class NextScales:
     """The scales of a weight that changed while FSDP2 had it gathered: those of its next all-gather.
 
-    Until then what is gathered is read with the scales that it was cast with. ``written`` are pairs of what it reads
-    and of what that becomes; ``gathers`` is ``Shard.gathers`` at the change.
+    Until then what is gathered is read with the scales that it was cast with.
+
+    Attributes:
+        written: pairs of the tensors that the unsharded weight reads and of what they become.
+        cast: whether the next all-gather has cast the weight.
     """
 
     written: list[tuple[torch.Tensor, torch.Tensor]]
-    gathers: int
+    cast: bool = False
 
 
 W = TypeVar("W", bound=Weight)
@@ -82,6 +87,7 @@ class Shard:
         known: what ``fused_step`` found of the shard; of a later state of ``master`` it says nothing.
         kept: what ``pending`` returned last; not under CPU offload, which copies to a GPU for every gather.
         casts: those of the weights that it was gathered with last, if it was the first of them.
+        on_its_way: whether its data were cast for an all-gather that has not ended.
         next_scales: what the unsharded weight's scales become when it is gathered again; None where they are in place.
     """
 
@@ -109,6 +115,7 @@ class Shard:
         self.known: KnownAmax | None = None
         self.kept: PendingCodes | None = None
         self.casts: Casts | None = None
+        self.on_its_way = False
         self.next_scales: NextScales | None = None
         self.sent_shape = layout.stacked(
             torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
@@ -226,7 +233,7 @@ class Shard:
         of_all = self.scales.global_scale_inv
         read = [self.scales.scale_inv, *([] if of_all is None else [of_all])]
         beside = [torch.empty_like(scales) for scales in read]
-        self.next_scales = NextScales(list(zip(read, beside, strict=True)), self.gathers)
+        self.next_scales = NextScales(list(zip(read, beside, strict=True)))
         return self.scales._replace(scale_inv=beside[0], global_scale_inv=None if of_all is None else beside[1])
 
     def take_scales(self, of_all: torch.Tensor, *, later: bool) -> None:
@@ -234,13 +241,26 @@ class Shard:
         scales = self.scales.scale_inv
         become = of_all.as_strided(scales.shape, scales.stride(), scales.storage_offset())
         if later:
-            self.next_scales = NextScales([(scales, become)], self.gathers)
+            self.next_scales = NextScales([(scales, become)])
         else:
             with preserve_version_counter(scales):
                 scales.copy_(become)
 
+    def was_cast(self) -> None:
+        """Note that an all-gather begins, of data that were cast with the scales in the table."""
+        self.on_its_way = True
+        if self.next_scales is not None:
+            self.next_scales.cast = True
+
+    def was_gathered(self) -> None:
+        """Note that the all-gather ended, whose data the unsharded weight reads from now on."""
+        self.on_its_way = False
+        # Data that were on their way when scales were computed are of those from before.
+        if self.next_scales is not None and self.next_scales.cast:
+            self.use_next_scales()
+
     def use_next_scales(self) -> None:
-        """Write the scales of the data that were just gathered, which the unsharded weight reads from now on."""
+        """Write the scales of the weight as it is to where the unsharded weight reads them."""
         if self.next_scales is None:
             return
         for scales, become in self.next_scales.written:
@@ -331,6 +351,7 @@ class PendingCodes(torch.Tensor):
 
     def codes(self) -> torch.Tensor:
         """Return the data, in memory of their own."""
+        self.shard.was_cast()
         return self.shard.layout.stacked(self.shard.cast(self.source))
 
     @classmethod
@@ -411,3 +432,5 @@ def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> 
     if (capture := current_capture()) is not None:
         capture.keep(first.casts)
     first.casts.run(pending, outs)
+    for each in pending:
+        each.shard.was_cast()

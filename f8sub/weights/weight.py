@@ -240,9 +240,7 @@ class Weight(torch.Tensor):
                 f"to {shard.dtype}, by the policy that it had when it was sharded; call fully_shard with one policy, "
                 "and model.to(dtype) before that"
             )
-        # Data that were on their way when scales were computed are of those from before.
-        if shard.next_scales is not None and shard.gathers > shard.next_scales.gathers:
-            shard.use_next_scales()
+        shard.was_gathered()
         if ticket is not None:
             shard.exchange.resolve(shard, self, gathered, ticket)
         as_known = ticket is None or not shard.master.numel()  # an empty shard asks, and has nothing to have changed

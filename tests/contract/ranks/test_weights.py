@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -127,6 +129,39 @@ def bypassing_dispatch(weight: torch.Tensor) -> None:
         torch.ops.aten.mul_.Scalar(weight, 20.0)
 
 
+def past_dispatch(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+    """A backend of torch.compile whose code writes to memory as Inductor's does: no operator shows it, and no version.
+
+    AOTAutograd counts a version then, of what the compiled function was called with.
+    """
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            tensors = tuple(each for each in args if isinstance(each, torch.Tensor))  # and DTensors' meshes
+            with torch._C._DisableTorchDispatch(), torch.autograd._unsafe_preserve_version_counter(tensors):
+                return graph(*args)
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(graph, inputs)
+
+
+def compiled(
+    of: Callable[[nn.Module], torch.Tensor], backend: str | Callable[..., object] = past_dispatch
+) -> Mutation:
+    """In-place operators on a parameter, a view of it or its local tensor, in compiled code."""
+
+    @torch.no_grad()
+    def scale(weight: torch.Tensor) -> None:
+        weight.mul_(10.0).add_(weight, alpha=1.0)
+
+    def mutate(model: nn.Module, folder: str) -> None:
+        torch._dynamo.reset()
+        torch.compile(scale, backend=backend)(of(model))
+
+    return mutate
+
+
 MUTATIONS: dict[str, Mutation] = {
     "adamw-loop": optimizer_step(torch.optim.AdamW, lr=3.0, foreach=False),
     "lbfgs": within_a_closure,
@@ -147,9 +182,13 @@ MUTATIONS: dict[str, Mutation] = {
     "old-alias": without_gradients(lambda model: model.alias.mul_(20.0)),  # from before anything was computed
     "init": initialized_again,
     "foreach": without_gradients(lambda model: torch._foreach_mul_([local(model)], 20.0)),
+    "compiled-in-place": compiled(lambda model: model.layers[0].weight),
+    "compiled-data": compiled(lambda model: model.layers[0].weight.data),
+    "compiled-on-the-shard": compiled(lambda model: local(model).data),
 }
 THROUGH_OPERATORS = [*list(MUTATIONS)[list(MUTATIONS).index("load_state_dict") :], "wrapped-optimizer"]
-"""What changes weights that are no memory, as primary ones."""
+THROUGH_OPERATORS = [name for name in THROUGH_OPERATORS if not name.startswith("compiled")]
+"""What changes weights that are no memory, as primary ones; compiled code refuses to."""
 
 
 def inputs() -> torch.Tensor:
@@ -195,6 +234,8 @@ REBOUND: dict[str, Mutation] = {
 ALL = {
     "dcp.load": dcp_load,
     "compiled": compiled_optimizer,
+    "inductor": compiled(lambda model: model.layers[0].weight, "inductor"),
+    "inductor-data": compiled(lambda model: model.layers[0].weight.data, "inductor"),
     "wrapped-optimizer": lambda model, folder: model.optimizer.step(),
     **MUTATIONS,
     **REBOUND,
@@ -298,6 +339,13 @@ def test_unsharded(weight, recipe, mutation, tmp_path):
 
 def compiled_unsharded(rank: int, world: int, recipe: str, folder: str) -> None:
     after("compiled", folder, recipe, sharded=False, precompute=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_inductor_writes_to_memory(ranks, recipe, tmp_path):
+    assert_alike(ranks(2, on_a_rank, "inductor", recipe, str(tmp_path)))
+    assert_alike(ranks(1, on_a_rank, "inductor-data", recipe, str(tmp_path)))
 
 
 @pytest.mark.long

@@ -234,7 +234,9 @@ class Shard:
         read = [self.scales.scale_inv, *([] if of_all is None else [of_all])]
         beside = [torch.empty_like(scales) for scales in read]
         self.next_scales = NextScales(list(zip(read, beside, strict=True)))
-        return self.scales._replace(scale_inv=beside[0], global_scale_inv=None if of_all is None else beside[1])
+        return self.scales._replace(
+            scale_inv=beside[0], global_scale_inv=None if of_all is None else beside[1]
+        )
 
     def take_scales(self, of_all: torch.Tensor, *, later: bool) -> None:
         """Take the weight's entries of a table that was written beside its own; ``later``, see ``next_scales``."""

@@ -314,6 +314,11 @@ def test_sharded(ranks, weight, recipe, mutation, tmp_path):
     assert_alike(ranks(2, on_a_rank, mutation, recipe, str(tmp_path), weight))
 
 
+def test_sharded_over_one_rank(ranks, tmp_path):
+    """There FSDP2 casts when the all-gather ends."""
+    assert_alike(ranks(1, on_a_rank, "in-place", "tensorwise", str(tmp_path)))
+
+
 def on_a_rank_of_many(rank: int, world: int, mutation: str, recipe: str, folder: str) -> list[torch.Tensor]:
     global ROWS
     ROWS = 16

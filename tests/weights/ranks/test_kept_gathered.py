@@ -1,7 +1,7 @@
 """What FSDP2 keeps gathered, or was gathering, stays as it was when its shards and their scales change.
 
 FSDP2 gathers such a weight again after it was resharded, in high precision too. So a forward in between multiplies by
-the weights from before the change; float8 data from before it and scales from after it are neither the one nor the other.
+the weights from before the change. Float8 data from before it with scales from after it are no weight at all.
 """
 
 import warnings
@@ -154,7 +154,9 @@ FEW = [(recipe, way) for recipe, way in CASES if recipe in QUICK and way in ("ev
 
 
 @pytest.mark.parametrize("calls", [0, 2])
-@pytest.mark.parametrize(("recipe", "way"), long_but([*FEW, ("tensorwise", "set_reshard_after_backward")], CASES))
+@pytest.mark.parametrize(
+    ("recipe", "way"), long_but([*FEW, ("tensorwise", "set_reshard_after_backward")], CASES)
+)
 def test_what_is_gathered_stays_as_it_was(rank, world, recipe, way, calls):
     held_by(shard(with_head(recipe), BF16), way, calls)
 
@@ -170,6 +172,29 @@ def test_the_next_all_gather_is_that_of_a_model_that_resharded(rank, world, reci
     Change(other.parameters()).step()
     f8sub.precompute_scales(other)
     assert equal(list(gathered_now(model).values()), list(gathered_now(other).values()))
+
+
+@pytest.mark.parametrize("way", ["set_reshard_after_backward", "evaluation", "unshard"])
+def test_high_precision_multiplies_by_the_weights_from_before_the_step(rank, world, way):
+    """FSDP2 alone: what it has gathered it does not gather again."""
+    model = shard(seed_weights(Transformer(classes=32)))
+    optimizer = Change(model.parameters())
+    WAYS[way](model)
+    before = [parameter.detach().clone() for parameter in model.lm_head.parameters()]
+    optimizer.step()
+    found = []
+    model.lm_head.register_forward_pre_hook(
+        lambda head, args: found.extend(p.detach().clone() for p in head.parameters())
+    )
+    with torch.no_grad():
+        model(*inputs(model))
+    assert equal(found, before)
+
+
+@pytest.mark.parametrize("world", [1], ids=["world1"])
+@pytest.mark.parametrize("way", ["evaluation", "unshard"])
+def test_one_rank_casts_when_it_waits_for_the_all_gather(rank, world, way):
+    held_by(shard(with_head("tensorwise")), way, 2)
 
 
 @pytest.mark.parametrize("world", [4], ids=["world4"])

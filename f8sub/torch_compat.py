@@ -177,7 +177,8 @@ GATHER = Need(
     {
         "FSDPParam": "_module_info _sharded_param_data mp_policy sharded_param",
         "FSDPParamGroup": (
-            "device fsdp_params is_unsharded mesh_info post_backward post_forward_mesh_info reduce_grads"
+            "_all_gather_result device fsdp_params is_unsharded mesh_info post_backward post_forward_mesh_info "
+            "reduce_grads"
         ),
         "ParamModuleInfo": "module param_name shared_modules shared_param_names",
     },
@@ -727,6 +728,11 @@ def parameter_groups(
         if values := [(param, of[owner]) for owner in owners if owner in of]:
             found.setdefault(id(group), (group, []))[1].extend(values)
     return list(found.values())
+
+
+def is_gathered(group: Any) -> bool:
+    """Return whether what FSDP2 gathered of a group's parameters is in use, or on its way."""
+    return group.is_unsharded or group._all_gather_result is not None
 
 
 def after_reductions(

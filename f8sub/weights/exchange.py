@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.torch_compat import after_reductions, graph_task, parameter_groups
+from f8sub.torch_compat import after_reductions, graph_task, is_gathered, parameter_groups
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
@@ -148,14 +148,10 @@ class Exchange:
         self._watched.update(new)
         after_reductions({(record.module, record.name): opens for record in new})
 
-    def in_use(self) -> list[Shard]:
+    def in_use(self) -> set[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""
-        found = []
-        for reference, shards in self._gathered_in:
-            group = reference()
-            is_gathered = group is not None and group.is_unsharded
-            found += shards if is_gathered else [shard for shard in shards if shard.on_its_way]
-        return found
+        groups = ((reference(), shards) for reference, shards in self._gathered_in)
+        return {shard for group, of in groups if group is not None and is_gathered(group) for shard in of}
 
     @property
     def gathers(self) -> bool:
@@ -347,7 +343,7 @@ class Exchange:
         with torch.inference_mode(mode=False), torch.no_grad():
             # Guests first: they may decide the scales of the weights.
             told = [(region, region.read(out, self.table.amax)) for region, out in regions]
-            self.table.write_scales([shard for shard in self.in_use() if shard.is_cast_again])
+            self.table.write_scales({shard for shard in self.in_use() if shard.is_cast_again})
             if self.table.amax.is_cuda:
                 # FSDP2 casts on streams of its own: they wait for this event before they read the scales.
                 event = torch.cuda.current_stream(self.table.amax.device).record_event()

@@ -87,7 +87,6 @@ class Shard:
         known: what ``fused_step`` found of the shard; of a later state of ``master`` it says nothing.
         kept: what ``pending`` returned last; not under CPU offload, which copies to a GPU for every gather.
         casts: those of the weights that it was gathered with last, if it was the first of them.
-        on_its_way: whether its data were cast for an all-gather that has not ended.
         next_scales: what the unsharded weight's scales become when it is gathered again; None where they are in place.
     """
 
@@ -115,7 +114,6 @@ class Shard:
         self.known: KnownAmax | None = None
         self.kept: PendingCodes | None = None
         self.casts: Casts | None = None
-        self.on_its_way = False
         self.next_scales: NextScales | None = None
         self.sent_shape = layout.stacked(
             torch.empty(self.wire.padded_shape, dtype=torch.uint8, device="meta")
@@ -250,13 +248,11 @@ class Shard:
 
     def was_cast(self) -> None:
         """Note that an all-gather begins, of data that were cast with the scales in the table."""
-        self.on_its_way = True
         if self.next_scales is not None:
             self.next_scales.cast = True
 
     def was_gathered(self) -> None:
         """Note that the all-gather ended, whose data the unsharded weight reads from now on."""
-        self.on_its_way = False
         # Data that were on their way when scales were computed are of those from before.
         if self.next_scales is not None and self.next_scales.cast:
             self.use_next_scales()

@@ -243,9 +243,8 @@ class Weight(torch.Tensor):
         shard.was_gathered()
         if ticket is not None:
             shard.exchange.resolve(shard, self, gathered, ticket)
-        as_known = (
-            ticket is None or not shard.master.numel()
-        )  # an empty shard asks, and has nothing to have changed
+        # An empty shard asks, and has nothing to have changed.
+        as_known = ticket is None or not shard.master.numel()
         if as_known and shard.next_scales is None:
             self.was_gathered(shard)
         # FSDP2 gathered into the memory of the first call again: the Float8Tensor of that

@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import inspect
 import logging
+import operator
 import sys
 import weakref
 from collections import Counter
@@ -730,9 +731,8 @@ def parameter_groups(
     return list(found.values())
 
 
-def is_gathered(group: Any) -> bool:
-    """Return whether what FSDP2 gathered of a group's parameters is in use, or on its way."""
-    return group.is_unsharded or group._all_gather_result is not None
+gathered_of = operator.attrgetter("is_unsharded", "_all_gather_result")
+"""What is true or not None while FSDP2 has a group's parameters gathered, or gathers them."""
 
 
 def after_reductions(

@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.torch_compat import after_reductions, graph_task, is_gathered, parameter_groups
+from f8sub.torch_compat import after_reductions, gathered_of, graph_task, parameter_groups
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
@@ -151,7 +151,9 @@ class Exchange:
     def in_use(self) -> set[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""
         groups = ((reference(), shards) for reference, shards in self._gathered_in)
-        return {shard for group, of in groups if group is not None and is_gathered(group) for shard in of}
+        return {
+            shard for group, of in groups if group is not None and any(gathered_of(group)) for shard in of
+        }
 
     @property
     def gathers(self) -> bool:

@@ -147,6 +147,7 @@ def _prepare(rank: int, request: Request, store: Path) -> None:
     torch.manual_seed(0)
     _strict_warnings(request.gpus)
     _wait_for_each_other(request.timeout)
+    gc.enable()
     if request.gpus:
         torch.cuda.set_device(rank)
     else:

@@ -2,6 +2,7 @@
 
 import datetime
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -43,6 +44,16 @@ def _impatient(rank: int, world: int) -> float:
 
 def test_ranks_wait_for_each_other_whatever_an_earlier_test_set(ranks):
     assert [ranks(2, _impatient, timeout=80.0) for _ in range(2)] == [[40.0, 40.0]] * 2
+
+
+def _stops_collecting(rank: int, world: int) -> bool:
+    was_on = gc.isenabled()
+    gc.disable()
+    return was_on
+
+
+def test_ranks_collect_garbage_whatever_an_earlier_test_set(ranks):
+    assert [ranks(2, _stops_collecting) for _ in range(2)] == [[True, True]] * 2
 
 
 def _rank_one(rank: int, world: int, how: str) -> None:

@@ -28,7 +28,7 @@ from f8sub.convert.patterns import (
     why_idle,
     with_nearest,
 )
-from f8sub.errors import Float8ConfigError, Float8Warning, shown
+from f8sub.errors import Float8ConfigError, Float8Warning, shown, without_shape
 from f8sub.experts.seams import seam_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear
@@ -168,7 +168,7 @@ def why_not_class(module: torch.nn.Linear) -> str | None:
     if torch.nn.utils.parametrize.is_parametrized(module) or "weight" not in module._parameters:
         return "its weight is parametrized"
     if is_lazy(module.weight):
-        return f"the weight of this {name} has no shape yet; run a batch through the model first"
+        return without_shape(module, "weight")
     if module.weight.dim() != 2:
         return f"its weight is of shape {tuple(module.weight.shape)}, several projections in one"
     # An instance's own forward runs instead of any class's.

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -316,6 +317,39 @@ def test_lazy_layers_stay_until_they_have_weights():
     assert [type(layer) for layer in model[2:]] == [f8sub.Float8Linear] * 2
     with pytest.raises(f8sub.Float8ConfigError, match="run a batch through the model first"):
         f8sub.convert_to_float8(nn.Sequential(nn.LazyLinear(64)))
+
+
+def _lazy(first: nn.Module) -> nn.Module:
+    return nn.Sequential(OrderedDict(first=first, inner=nn.Linear(64, 64), out=nn.Linear(64, 64)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        f8sub.estimate,
+        f8sub.estimate_step,
+        lambda model: f8sub.conversion_report(model, batch=torch.ones(2, 64)),
+        f8sub.float8_state_dict,
+        lambda model: f8sub.save_float8(model, "not_written"),
+        lambda model: f8sub.load_float8(model, "not_read"),
+    ],
+)
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_calls_that_need_shapes_name_the_lazy_module(call, is_converted):
+    model = _lazy(nn.LazyLinear(64))
+    if is_converted:
+        f8sub.convert_to_float8(model, min_dim=0)
+    told = "^first: the weight of this LazyLinear has no shape yet; run a batch through the model first$"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        call(model)
+
+
+def test_a_lazy_module_without_parameters_has_buffers_without_shapes():
+    model = _lazy(nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(f8sub.Float8ConfigError, match="first: the running_mean of this LazyBatchNorm1d"):
+        f8sub.estimate(model)
+    model(torch.ones(2, 64))
+    assert "Sequential" in str(f8sub.estimate(model, "tensorwise"))
 
 
 def test_the_plans_of_a_model_from_another_process_have_keys_of_this_one():

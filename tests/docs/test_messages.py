@@ -34,6 +34,7 @@ MAKERS = {
         "jit_error",
         "no_attribute",
         "unknown",
+        "without_shape",
     ),
     *("reference_warning", "why_nothing"),
 }

@@ -47,6 +47,7 @@ def module(tmp_path, monkeypatch):
         "def mlp(): return nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048))\n"
         "def number(): return 3\n"
         "def relu(): return nn.ReLU()\n"
+        "def lazy(): return nn.Sequential(nn.LazyLinear(2048), nn.Linear(2048, 2048))\n"
         "def fails(): raise RuntimeError('no weights here')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -322,6 +323,7 @@ def test_a_model_of_which_nothing_is_converted_has_no_figures_of_float8():
         (["{module}:number"], "returned 3, neither a module nor a torchtitan config"),
         (["{module}:fails"], "on the meta device, raised RuntimeError: no weights here ("),
         (["{module}:relu"], "multiplies by no weights"),
+        (["{module}:lazy"], "0: the weight of this LazyLinear has no shape yet; run a batch through the model"),
         (["no_such_module_here:f"], "set PYTHONPATH"),
         (["torchtitan:llama3_8b"], "torchtitan:MODULE/CONFIG"),
         (["no-such-model"], "nothing is downloaded"),

@@ -1146,6 +1146,27 @@ class TrainingState(torch.nn.Module):
                 self.come_to(device)
 
 
+def states_follow_parameters(module: torch.nn.Module, *_: Any) -> None:
+    """Give the training states in a module that are on meta memory, each where the nearest parameter has it.
+
+    A hook after ``load_state_dict``: one that assigned a state dict without them moved the parameters alone.
+    """
+    devices = {name: p.device for name, p in module.named_parameters() if not p.is_meta}
+    for fqn, state in module.named_modules():
+        part = fqn
+        while isinstance(state, TrainingState) and part and any(b.is_meta for b in state.buffers()):
+            part = part.rpartition(".")[0]
+            within = f"{part}." if part else ""
+            near = (device for name, device in devices.items() if name.startswith(within))
+            state.come_to(next(near, torch.device("meta")))
+
+
+def follow_parameters_after_loads(module: torch.nn.Module) -> None:
+    """Have ``states_follow_parameters`` run after each ``load_state_dict`` of a module, from now on."""
+    if states_follow_parameters not in module._load_state_dict_post_hooks.values():
+        module.register_load_state_dict_post_hook(states_follow_parameters)
+
+
 def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
     """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

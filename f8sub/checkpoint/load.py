@@ -43,7 +43,7 @@ from f8sub.errors import (
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import is_dtensor, is_fsdp_module, place_in_whole
+from f8sub.torch_compat import is_dtensor, is_fsdp_module, place_in_whole, states_follow_parameters
 from f8sub.weights.weight import conversion_of, local_tensor, take_place
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
@@ -133,12 +133,18 @@ def load_float8(
         for conversion in conversions:
             conversion.loaded()  # scales are out of date on every rank, as after load_state_dict
         reread_shards(p.module for p in sources if isinstance(p.module, Float8Linear) or p in experts)
-        for part in sources:
-            if isinstance(part.module, Float8Linear):
-                # As of a state dict that has this parameter alone.
-                part.module._f8sub.conversion.layer_loaded(part.module, {part.attribute: part.tensor}, "")
+        _bring_states(whole, sources)
     if again:
         _warn_of_second_cast(again)
+
+
+def _bring_states(model: torch.nn.Module, loaded: Iterable[NamedTensor]) -> None:
+    """Have what a training keeps besides weights begin with the weights that were loaded, on their devices."""
+    for part in loaded:
+        if isinstance(part.module, Float8Linear):
+            # As of a state dict that has this parameter alone.
+            part.module._f8sub.conversion.layer_loaded(part.module, {part.attribute: part.tensor}, "")
+    states_follow_parameters(model)
 
 
 def _reshard(model: torch.nn.Module) -> None:

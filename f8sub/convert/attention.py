@@ -58,6 +58,7 @@ from f8sub.torch_compat import (
     TrainingState,
     change_and_restore,
     constant_result,
+    follow_parameters_after_loads,
     graph_task,
     remove_hook,
     running_ddp,
@@ -185,6 +186,9 @@ def attend_in_float8(
     # All that can be refused is, so an error leaves the model as it was.
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
+        # Compiled attention cannot leave meta in its first call, as it does in eager.
+        for part in _parts_around(f"{fqn}.{CHILD}"):
+            follow_parameters_after_loads(model.get_submodule(part.removesuffix(".")))
     share_histories(model)
     leave_out_of_exports(model)
     return chosen

@@ -360,6 +360,56 @@ def test_a_model_on_meta_attends_on_a_state_dict_that_is_assigned(backward, has_
     assert state_of(model[0].attention).history.any() == (backward == "float8")
 
 
+def _loaded_whole(model: nn.Module, values: dict[str, torch.Tensor], tmp_path) -> None:
+    model.load_state_dict(values, assign=True)
+
+
+def _loaded_by_block(model: nn.Module, values: dict[str, torch.Tensor], tmp_path) -> None:
+    for name, block in model.named_children():
+        of_block = {key.removeprefix(f"{name}."): v for key, v in values.items() if key.startswith(f"{name}.")}
+        block.load_state_dict(of_block, assign=True)
+
+
+def _loaded_as_float8(model: nn.Module, values: dict[str, torch.Tensor], tmp_path) -> None:
+    if not (folder := tmp_path / "float8").exists():
+        source = f8sub.convert_to_float8(blocks(1), "rowwise", min_dim=0)
+        source.load_state_dict(values)
+        f8sub.precompute_scales(source)
+        f8sub.save_float8(source, folder, dtype=torch.float32, config={})
+    f8sub.load_float8(model, folder, device="cpu")
+
+
+@pytest.mark.parametrize("load", [_loaded_whole, _loaded_by_block, _loaded_as_float8])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_blocks_that_are_compiled_on_meta_attend_once_they_are_loaded(load, tmp_path):
+    """No state dict has a history of attention in high precision, and compiled code cannot move one."""
+    values = blocks(1).state_dict()
+    with torch.device("meta"):
+        model = f8sub.convert_to_float8(blocks(1), "rowwise", min_dim=0)
+    expected = f8sub.convert_to_float8(blocks(1), "rowwise", min_dim=0)
+    for each in (model, expected):
+        in_float8(each)
+    for block in model:
+        block.compile(backend="eager", fullgraph=True)
+    load(model, {name: value.clone() for name, value in values.items()}, tmp_path)
+    load(expected, values, tmp_path)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    for seed in range(2):
+        assert same(gradients(model, tokens(seed=seed)), gradients(expected, tokens(seed=seed)))
+    assert (state_of(model[0].attention).history[:2] > 0).all()
+
+
+def test_attention_that_is_the_whole_model_leaves_meta_when_it_is_loaded():
+    values = Attention().state_dict()
+    with torch.device("meta"):
+        model = Attention()
+    for _ in range(2):
+        in_float8(model)
+    assert len(model._load_state_dict_post_hooks) == 1
+    model.load_state_dict(values, assign=True)
+    assert {buffer.device.type for buffer in state_of(model).buffers()} == {"cpu"}
+
+
 def test_with_float8_layers_and_back():
     model, plain = blocks(), blocks()
     f8sub.convert_to_float8(model, min_dim=0)

@@ -63,15 +63,15 @@ class Handed(Experts):
 
 
 class Wide(Experts):
-    """Its weights have shapes that those of no other module have here."""
+    """Its weights have shapes that those of no other module have in any test, which may leave modules alive."""
 
-    hidden = 64
+    hidden = 208
 
 
 class WideCopies(Copies):
     """The same of copies."""
 
-    hidden = 64
+    hidden = 208
 
 
 for kind in (Experts, Copies, Handed, Wide, WideCopies):

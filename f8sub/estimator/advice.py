@@ -285,10 +285,9 @@ def speed_of_attention(sequence: float) -> float:
     # Shorter and longer ones than were measured gain as much as the nearest, at most and at least.
     first, last = MEASURED_ATTENTION[0], MEASURED_ATTENTION[-1]
     at = math.log2(min(max(sequence, first[0]), last[0]))
-    for (a, before), (b, after) in itertools.pairwise(MEASURED_ATTENTION):
-        if at <= math.log2(b):
-            return before + (after - before) * (at - math.log2(a)) / math.log2(b / a)
-    return last[1]
+    intervals = itertools.pairwise(MEASURED_ATTENTION)
+    (a, before), (b, after) = next(each for each in intervals if at <= math.log2(each[1][0]))
+    return before + (after - before) * (at - math.log2(a)) / math.log2(b / a)
 
 
 def why_attention_stays(gpu: Gpu, sequence: float, heads: Collection[int]) -> str | None:

@@ -83,11 +83,19 @@ class OfThree(Attention):
         return F.scaled_dot_product_attention(q[..., :16], k[..., :16], v[..., :16])
 
 
+class InDouble(Attention):
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2).to(x.dtype))
+
+
 STAYS = {
     "a mask": (Masked, {}, "a mask"),
     "dropout": (WithDropout, {}, "dropout"),
     "other lengths": (OneRow, {}, "as many rows"),
     "three dimensions": (OfThree, {}, "not (batch, heads, rows, width)"),
+    "float64": (InDouble, {}, "q, k and v of torch.float64"),
     "short": (Attention, {"min_length": 25}, "fewer than 25 tokens (min_length=)"),
     "a CPU": (Attention, {"backend": "auto"}, "Hopper"),
 }

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,11 @@ CHANGES = {
         "Numerics",
         "negative or not finite",
     ),
+    "experts in float8": (
+        lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][None]}),
+        "Shape",
+        r"up_proj.weight: the model has \(384, 256\), .* has \(1, 384, 256\)",
+    ),
     "whole numbers as scales": (
         lambda t: t.update({f"{UP}.weight_scale_inv": t[f"{UP}.weight_scale_inv"].long()}),
         "Config",
@@ -160,6 +166,19 @@ def test_a_foreign_checkpoint_is_an_error_and_writes_nothing(saved, change):
     with pytest.raises(getattr(f8sub, f"Float8{kind}Error"), match=text):
         f8sub.load_float8(model, folder)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_without_safetensors(saved, monkeypatch, tmp_path):
+    model, folder = saved("blockwise")
+    for name, call in (
+        ("safetensors", lambda: f8sub.load_float8(model, folder)),
+        ("safetensors.torch", lambda: f8sub.save_float8(model, tmp_path / "other")),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, None)
+            with pytest.raises(f8sub.Float8ConfigError, match="with safetensors, which is not installed"):
+                call()
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_file_that_is_cut_short(saved):

@@ -154,6 +154,7 @@ INDICES = {
     "no parts": (lambda entry, _: vars(entry).pop("chunks"), "is no index of"),
     "a text as size": (lambda entry, _: setattr(entry, "size", "ab"), "has the size 'ab'"),
     "a negative size": (lambda entry, _: setattr(entry.chunks[0], "sizes", (-1, 256)), "has the part"),
+    "a number as name": (lambda entry, _: None, "3 is a name"),
     "no dtype": (lambda entry, _: setattr(entry.properties, "dtype", None), "up.weight has no dtype"),
     "no place": (lambda _, files: [vars(info).pop("offset") for info in files.values()], "is no index of"),
     "a foreign file": (
@@ -180,6 +181,8 @@ def test_an_index_that_does_not_cover_a_tensor_once_is_refused(damage, tmp_path,
     export_checkpoint(tmp_path / "in", tmp_path / "whole", NETS["plain"](), recipe="blockwise")
     change, words = INDICES[damage]
     change(entry, files)
+    if damage == "a number as name":
+        metadata.state_dict_metadata[3] = entry
     index.write_bytes(pickle.dumps(metadata))
     with pytest.raises(f8sub.Float8ConfigError, match=words):
         export_checkpoint(tmp_path / "in", tmp_path / "out", NETS["plain"](), recipe="blockwise")

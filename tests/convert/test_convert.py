@@ -319,6 +319,16 @@ def test_lazy_layers_stay_until_they_have_weights():
         f8sub.convert_to_float8(nn.Sequential(nn.LazyLinear(64)))
 
 
+def test_a_weight_that_something_holds_is_converted_back_too():
+    """Torch cannot swap it, so its layer gets another parameter."""
+    model = f8sub.convert_to_float8(mlp())
+    held, before = weakref.ref(model.up.weight), model.up.weight.detach().clone()
+    f8sub.convert_from_float8(model)
+    assert held() is not model.up.weight
+    assert type(model.up.weight.data) is torch.Tensor
+    assert torch.equal(model.up.weight, before)
+
+
 def _lazy(first: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict(first=first, inner=nn.Linear(64, 64), out=nn.Linear(64, 64)))
 

@@ -158,6 +158,7 @@ def test_what_cannot_be_compared():
             f8sub.compare(model or net(), batches() if given is None else given, **options)
 
     raises("is converted already", f8sub.convert_to_float8(net()))
+    raises("without parameters, which has no gradients", nn.ReLU(), [torch.ones(2, 64)])
     raises("was given no batches;", given=[])
     raises("was given no batches but a dict; give a list", given={"x": torch.ones(2, 64)})
     raises("was given no batches but a int", given=3)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import sys
 from unittest import mock
 
 import pytest
@@ -330,7 +331,7 @@ def test_a_step_that_fails_is_not_told():
     assert not any(layer._forward_pre_hooks for layer in float8_layers(model))
 
 
-def test_worst_operands_with_advice_and_a_picture(tmp_path):
+def test_worst_operands_with_advice_and_a_picture(tmp_path, monkeypatch):
     model = transformer("tensorwise")
     with torch.no_grad():
         model.blocks[1].q.weight[3] *= 1e6
@@ -355,6 +356,10 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path):
     assert (tmp_path / "w.png").read_bytes()[:4] == b"\x89PNG"
     monitor.heatmap("dy", tmp_path / "amax.png", "amax")  # powers of ten apart
     monitor.heatmap("x", tmp_path / "cut.png", "saturated")  # all 0
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(f8sub.Float8ConfigError, match="draws with matplotlib, which is not installed"):
+            monitor.heatmap("w", tmp_path / "w.png")
     with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
         monitor.heatmap("w", tmp_path / "w.png", "mean")
     with pytest.raises(f8sub.Float8ConfigError, match=r"w\.foo has the end of no picture; .* png, "):

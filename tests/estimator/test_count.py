@@ -266,6 +266,58 @@ def test_primary_weights_with_masters_and_without():
         f8sub.optim.MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_float8_codes_alone_are_counted_on_meta():
+    model = f8sub.convert_to_float8(Beside(nn.Linear(N, N)), min_dim=0, primary_weights=True)
+    f8sub.drop_high_precision(model.requires_grad_(False))
+    report = f8sub.conversion_report(model, batch=x_of())
+    assert f"counted in one forward of {T} x {N} float32, on meta" in report.summary
+    assert report.flops_share == 1.0
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(N, N)
+
+    def forward(self, times: int) -> torch.Tensor:
+        return self.a(torch.ones(times, N))
+
+
+def test_a_batch_without_tensors():
+    report = f8sub.conversion_report(f8sub.convert_to_float8(Counts(), min_dim=0), batch={"times": 3})
+    assert "counted in one forward of a batch without tensors" in report.summary
+
+
+def speech(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if kind == "frames":
+        sizes = {"d_model": N, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 100, "pad_token_id": 0}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        widths = {"encoder_ffn_dim": 2 * N, "decoder_ffn_dim": 2 * N, "num_mel_bins": 8}
+        longest = {"max_source_positions": 20, "max_target_positions": 20}
+        return transformers.WhisperForConditionalGeneration(
+            transformers.WhisperConfig(**sizes, **heads, **widths, **longest)
+        )
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    sizes = {"hidden_size": N, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 2 * N}
+    return transformers.Wav2Vec2ForCTC(
+        transformers.Wav2Vec2Config(
+            **sizes, **convolutions, **positions, num_feat_extract_layers=2, vocab_size=20
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("frames", "1 x 8 x 40 input_features"), ("samples", "1 x 16000 input_values")]
+)
+def test_models_of_speech_are_counted_with_the_inputs_that_they_take(kind, told):
+    with torch.device("meta"):
+        model = speech(kind)
+    report = f8sub.conversion_report(f8sub.convert_to_float8(model, min_dim=0))
+    assert f"counted in one forward of {told}, made up, on meta" in report.summary
+
+
 class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +339,13 @@ def test_a_forward_that_fails():
     with torch.device("meta"):
         model = f8sub.convert_to_float8(Looks(), min_dim=0)
     with pytest.raises(f8sub.Float8ConfigError, match=r"ran on meta, because a\.weight is on meta"):
+        f8sub.conversion_report(model, batch=x_of())
+
+
+def test_code_of_torchscript_is_not_counted():
+    model = nn.Sequential(nn.Linear(N, N), torch.jit.script(nn.Linear(N, N)))
+    told = "counted raised TypeError: a RecursiveScriptModule has no Python forward"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
         f8sub.conversion_report(model, batch=x_of())
 
 

@@ -209,6 +209,15 @@ def test_memory_that_no_gpu_has():
     assert "over 75 GiB" in str(found)
 
 
+def test_checkpointing_that_does_not_fit_has_another_in_its_place():
+    found = f8sub.estimate(
+        load("llama3-8b"), "tensorwise", gpus="H100", checkpoint="none", tokens=16384, mesh=(8,)
+    )
+    assert "Checkpointing 'none' does not fit; checkpointing 'gemms' does." in found.advice
+    fits = {policy.checkpoint: policy.fits for policy in found.policies}
+    assert (fits["none"], fits["gemms"]) == (False, True)
+
+
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "gemms", "full"])
 def test_checkpointing_trades_time_for_memory(checkpoint):
     policies = {each.checkpoint: each for each in f8sub.estimate(on_meta(blocks=8)).policies}
@@ -362,6 +371,18 @@ def test_a_config_that_is_damaged(text, why, tmp_path):
         f8sub.Float8ConfigError, match=f"transformers (reads|builds no model of .*): .*{why}.*$"
     ):
         load(str(tmp_path))
+
+
+def test_a_config_that_is_cached_and_damaged_is_named(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+
+    def damaged(*_: object, **__: object) -> None:
+        raise TypeError("hidden_size:\n  expected int")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", damaged)
+    told = "^owner/name is no config that transformers reads: hidden_size: expected int$"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        f8sub.estimate("owner/name")
 
 
 def test_a_package_that_is_missing_is_named(folder, monkeypatch):

@@ -166,6 +166,16 @@ def test_a_step_that_a_host_launches_no_faster_is_marked(capsys):
     assert "graph_step" not in capsys.readouterr().out
 
 
+def test_a_page_says_how_gpus_share_the_model(capsys):
+    command = "estimate llama3-8b --gpu H200 --gpus 16 --replicas 2 --tensor-parallel 2 --tokens 1024"
+    assert main(command.split()) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "2 copies of the weights (HSDP), 2 share each layer (tensor parallelism). 1,024 tokens" in words
+    assert "Give a GPU more tokens." in words
+    # graph_step takes no tensor parallelism.
+    assert "graph_step" not in words
+
+
 def test_json_has_every_way(capsys):
     command = "estimate llama3-8b --gpus 16 --replicas 2 --recipe mxfp8 --reduction bf16 --network 200 --json"
     assert main(command.split()) == 0

@@ -272,6 +272,13 @@ def test_what_does_not_fit(x, w, ends, words):
     assert words in refusal(f8sub.Float8ShapeError, f8sub.grouped_linear, *call)
 
 
+def test_a_recipe_may_be_given_itself():
+    x, w = gaussian((16, 32), generator(0)), gaussian((2, 48, 32), generator(1))
+    ends = torch.tensor([5, 16])
+    given = f8sub.get_recipe("rowwise")
+    assert torch.equal(f8sub.grouped_linear(x, w, ends, given), f8sub.grouped_linear(x, w, ends, "rowwise"))
+
+
 def test_ends_in_a_list():
     call = torch.zeros(4, 32), torch.zeros(2, 16, 32), [2, 4], "rowwise"
     assert "tensor of integers, got list" in refusal(f8sub.Float8ShapeError, f8sub.grouped_linear, *call)

@@ -235,6 +235,14 @@ def decayed(model: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
+def grown(model: nn.Module, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def forgotten(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
 def reloaded(model: nn.Module, optimizer: Any) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -247,6 +255,8 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
         (moved, "of the model a tensor was moved"),
         (replaced, r"of the model a tensor of shape \(32,\) was replaced"),
         (decayed, "options changed: weight_decay of group 0"),
+        (grown, r"options changed: \d+ groups, \d+ before"),
+        (forgotten, r"state was loaded, moved or replaced: 0 tensors, \d+ before"),
         (reloaded, "state was loaded, moved or replaced"),
     ],
 )

@@ -133,6 +133,20 @@ def test_what_dropped_weights_and_others_refuse():
         wrapped(model.requires_grad_(True))
 
 
+def test_a_tied_weight_that_something_holds_is_dropped_in_all_its_layers():
+    """Torch cannot swap it, so all of its layers get the parameter that takes its place."""
+    model = nn.Sequential(nn.Linear(K, K), nn.ReLU(), nn.Linear(K, K))
+    model[2].weight = seed_weights(model)[0].weight
+    expected = f8sub.convert_to_float8(copy.deepcopy(model))(x_of(8, K))
+    f8sub.convert_to_float8(model, primary_weights=True).requires_grad_(False)
+    held = weakref.ref(model[0].weight)
+    f8sub.drop_high_precision(model)
+    assert held() is not model[0].weight
+    assert model[0].weight is model[2].weight
+    assert model[0].weight.primary.master is None
+    assert torch.equal(model(x_of(8, K)), expected)
+
+
 def test_dropping_warns_where_nothing_is_frozen():
     model = made()
     with pytest.warns(f8sub.Float8Warning, match="drop_high_precision dropped nothing"):

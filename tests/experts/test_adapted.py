@@ -205,6 +205,35 @@ def test_another_parametrization_is_multiplied_as_it_is(monkeypatch):
     assert torch.equal(*found)
 
 
+class Reading(OwnExperts):
+    """Reads its weights otherwise than by a grouped product."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        seen = torch.stack([self.down.square().mean(), self.down.transpose(1, 2).relu().amax()])
+        return super().forward(x, ends) * seen.sum()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_other_code_reads_the_sum(several, monkeypatch):
+    from peft.tuners.lora.layer import ParamWrapper
+
+    monkeypatch.setattr(seams, "_registered", {OwnExperts: seams.Seam(), Reading: seams.Seam()})
+    found, x, ends = [], gaussian((16, 32), generator(5)), torch.tensor([5, 5, 16])
+    for kind in (OwnExperts, Reading):
+        experts = f8sub.convert_to_float8(kind(3, 32, 48), "rowwise", experts=True).requires_grad_(False)
+        wrapped = ParamWrapper(experts, "default", parameter_name="down", config=config(), r=RANK)
+        if several:
+            wrapped.update_layer("other", RANK, lora_alpha=8, config=config())
+            wrapped.set_adapter(["default", "other"])
+        fill(wrapped)
+        found.append(wrapped(x, ends).detach())
+    deltas = [wrapped.get_delta_weight(name) for name in (["default", "other"] if several else ["default"])]
+    whole = (experts.down.plain + sum(deltas)).double()
+    torch.testing.assert_close(
+        found[1], found[0] * (whole.square().mean() + whole.max()), check_dtype=False, rtol=1e-5, atol=1e-7
+    )
+
+
 def test_torchtitans_experts():
     titan = pytest.importorskip("torchtitan.models.common.moe")
     if not hasattr(titan.GroupedExperts, "_grouped_mm"):

@@ -161,6 +161,20 @@ def test_what_torch_steps():
 
 
 @interpreted
+def test_gradients_that_a_scaler_divides_in_the_step_are_stepped_by_torch():
+    pair = Pair()
+    for optimizer in pair.optimizers:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    assert pair.step(0) == []
+    assert pair.fused.why_torch == "GradScaler divides gradients in the step"
+    pair.check()
+    for optimizer in pair.optimizers:
+        optimizer.grad_scale = optimizer.found_inf = None
+    assert "step_many" in pair.step(1)
+    pair.check()
+
+
+@interpreted
 def test_a_step_that_raises_loses_no_gradient():
     pair = Pair()
     give_gradients(pair.models[0], 0)

@@ -11,7 +11,7 @@ import f8sub
 from f8sub.diagnostics import sample as module
 from f8sub.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from tests.data_sets import gaussian, generator
-from tests.models import BF16, loss_of, seed_weights, shard, train, transformer
+from tests.models import BF16, Stack, loss_of, seed_weights, shard, train, transformer
 from tests.selection import long_but
 from tests.tensor_parallel.models import MLP, mesh_of
 
@@ -86,6 +86,17 @@ def test_tensor_parallel(ranks, recipe):
         else:
             assert row.scale_max == whole.scale_max, row.layer
             assert row.sqnr == pytest.approx(whole.sqnr, abs=0.05)
+
+
+@pytest.mark.parametrize("world", [1])
+def test_tools_that_need_whole_weights_say_what_comes_first(rank, world):
+    with pytest.raises(f8sub.Float8ConfigError, match="spread over ranks; call it before fully_shard"):
+        f8sub.compare(shard(seed_weights(Stack(32, 32))), [torch.ones(2, 32)])
+    model = shard(transformer("tensorwise"))
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="weight is sharded; call sensitivity before fully_shard"
+    ):
+        f8sub.sensitivity(model, lambda model: loss_of(model, 0, 0))
 
 
 @pytest.mark.parametrize("world", [1])

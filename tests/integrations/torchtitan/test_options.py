@@ -106,6 +106,7 @@ MISTAKES = [
     ({"keep_x": "float16"}, r"unknown keep_x 'float16' \(nearest: float8\); choose one of auto"),
     ({"keep_swiglu_input": "fp8"}, r"unknown keep_swiglu_input 'fp8'; choose one of high_precision, float8"),
     ({"attention": "fp8"}, r"unknown attention 'fp8'.*choose one of high_precision, float8, float8_forward"),
+    ({"monitor_every": -1}, "monitor_every=-1 is less than 0, which is for none"),
     ({"checkpoint_policy": "all"}, r"unknown keep 'all'; choose one of bf16, gemms"),
 ]
 

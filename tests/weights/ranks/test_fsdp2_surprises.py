@@ -38,6 +38,17 @@ def test_zero_grad_leaves_gradients_that_wait_for_a_reduction(rank, world):
     assert all(not torch.allclose(a, b, rtol=0.1) for a, b in zip(alone, both, strict=True))
 
 
+def test_a_layer_that_is_sharded_after_others_ran_is_refused(rank, world):
+    model = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))))
+    x = gaussian((32, K), generator(rank))
+    fully_shard(model[0])
+    model[0](x).sum().backward()
+    fully_shard(model[1])
+    told = "1: its weight was sharded after other layers of the same model were trained or run; call fully_shard"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        model(x)
+
+
 def test_a_policy_casts_positions_wherever_they_are(rank, world):
     """Positions beyond 256 collide in bfloat16; integers stay."""
     seen: dict[str, torch.Tensor] = {}

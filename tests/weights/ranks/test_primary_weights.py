@@ -233,6 +233,20 @@ def test_masters_that_are_dropped_before_sharding_are_refused(rank, world):
         fully_shard(model)
 
 
+@pytest.mark.parametrize("world", [1])
+def test_sharded_values_are_not_restored(rank, world):
+    model = f8sub.convert_to_float8(Stack(32, 32), primary_weights=True)
+    fully_shard(model.requires_grad_(False))
+    with pytest.raises(f8sub.Float8ConfigError, match="found no weight whose values drop_high_precision"):
+        f8sub.restore_high_precision(model)
+    f8sub.drop_high_precision(model)
+    model(gaussian((8, 32), generator(1)))
+    model.reshard()
+    told = "layers.0: its weight is sharded; load the adapters into a model that is not, and merge there"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        f8sub.restore_high_precision(model)
+
+
 def test_codes_that_are_held_hold_no_other_weight(rank, world):
     """Model, conversion and another layer's shard are gone while codes of one layer are held."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 32, 32)), primary_weights=True)

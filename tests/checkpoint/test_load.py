@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -349,6 +350,18 @@ def test_a_model_on_meta_is_refused(saved):
     model = llama().to("meta")
     with pytest.raises(f8sub.Float8ConfigError, match=r"and 18 more on meta, .*to_empty"):
         f8sub.load_float8(model, folder)
+
+
+def test_a_parameter_on_meta_that_something_holds_is_named(saved):
+    _, folder = saved("blockwise")
+    with torch.device("meta"):
+        model = llama()
+    held = weakref.ref(model.model.norm.weight)
+    told = r"model\.norm\.weight: it is on meta, and something holds on to it as it is; call model\.to_empty"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        f8sub.load_float8(model, folder, device="cpu")
+    assert held().is_meta
+    f8sub.load_float8(model.to_empty(device="cpu"), folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])

@@ -138,10 +138,13 @@ def test_what_a_models_class_ignores_is_no_difference(kind, tmp_path):
         f8sub.load_float8(model, tmp_path / "out")
 
 
-def test_frequencies_that_old_files_hold_are_no_difference(tmp_path):
+def test_frequencies_and_positions_that_old_files_hold_are_no_difference(tmp_path):
     written(tmp_path)
     model = frozen()
-    with_more(tmp_path, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    with_more(tmp_path, "model.layers.0.self_attn.rotary_emb.inv_freq", "model.embeddings.position_ids")
+    with pytest.raises(f8sub.Float8ConfigError, match=r"has model\.embeddings\.position_ids, which"):
+        f8sub.load_float8(model, tmp_path)
+    model.model.register_buffer("position_ids", torch.arange(4), persistent=False)
     f8sub.load_float8(model, tmp_path)
 
 

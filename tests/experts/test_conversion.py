@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pathlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -391,3 +392,45 @@ def test_errors_name_the_module():
         f8sub.Float8ShapeError, model.mlp.experts, torch.zeros(16, 32), torch.tensor([9, 5, 16])
     )
     assert message.startswith("mlp.experts: ends of groups ascend")
+
+
+def _without_a_gate() -> nn.Module:
+    kinds = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    sizes = {"n_routed_experts": 3, "hidden_size": 32, "moe_intermediate_size": 48, "moe_latent_size": None}
+    return kinds.NemotronHExperts(SimpleNamespace(**sizes, mlp_hidden_act="relu2"))
+
+
+def _with_a_norm() -> nn.Module:
+    kinds = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    sizes = {"num_local_experts": 3, "moe_hidden_size": 32, "moe_intermediate_size": 48}
+    return kinds.MuseSparkExperts(SimpleNamespace(**sizes, hidden_act="silu", post_norm_eps=1e-5))
+
+
+@pytest.mark.parametrize("made", [_without_a_gate, _with_a_norm])
+def test_experts_of_other_architectures_are_their_own_forward_in_float8(made):
+    """Nemotron H has no gate, and Muse Spark a norm after each expert."""
+    experts, rng = made(), generator(1)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(0.2 * gaussian(tuple(parameter.shape), rng))
+    first = next(name for name in ("up_proj", "gate_up_proj") if hasattr(experts, name))
+    layers = {
+        name: [layer_of(weight, "rowwise") for weight in getattr(experts, name).detach().clone()]
+        for name in (first, "down_proj")
+    }
+    x, index = gaussian((8, 32), rng), torch.randint(0, 3, (8, 2), generator=rng)
+    scores = gaussian((8, 2), rng).softmax(1)
+    expected = torch.zeros(8, 32)
+    for expert in range(3):
+        token, slot = (index == expert).nonzero().unbind(1)
+        h = layers[first][expert](x[token])
+        if first == "gate_up_proj":
+            gate, up = h.chunk(2, dim=-1)
+            h = experts.act_fn(gate) * up
+        else:
+            h = experts.act_fn(h)
+        y = layers["down_proj"][expert](h)
+        y = experts.post_expert_norm(y) if first == "gate_up_proj" else y
+        expected.index_add_(0, token, y * scores[token, slot][:, None])
+    f8sub.convert_to_float8(experts, "rowwise", experts=True, backend="reference")
+    torch.testing.assert_close(experts(x, index, scores), expected, rtol=1e-5, atol=1e-6)

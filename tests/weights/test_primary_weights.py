@@ -147,6 +147,18 @@ def test_a_tied_weight_that_something_holds_is_dropped_in_all_its_layers():
     assert torch.equal(model(x_of(8, K)), expected)
 
 
+def test_a_weight_is_not_parted_from_its_master():
+    """One without a master moves."""
+    model = made()
+    wrapped(model)
+    told = "0: to meta would part the weight from its master on cpu; move the model before MasterWeights"
+    with pytest.raises(f8sub.Float8ConfigError, match=told):
+        model.to("meta")
+    model = made().requires_grad_(False)
+    f8sub.drop_high_precision(model)
+    assert model.to("meta")[0].weight.is_meta
+
+
 def test_dropping_warns_where_nothing_is_frozen():
     model = made()
     with pytest.warns(f8sub.Float8Warning, match="drop_high_precision dropped nothing"):

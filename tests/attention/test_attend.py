@@ -374,7 +374,9 @@ def _loaded_whole(model: nn.Module, values: dict[str, torch.Tensor], tmp_path) -
 
 def _loaded_by_block(model: nn.Module, values: dict[str, torch.Tensor], tmp_path) -> None:
     for name, block in model.named_children():
-        of_block = {key.removeprefix(f"{name}."): v for key, v in values.items() if key.startswith(f"{name}.")}
+        of_block = {
+            key.removeprefix(f"{name}."): v for key, v in values.items() if key.startswith(f"{name}.")
+        }
         block.load_state_dict(of_block, assign=True)
 
 

@@ -332,7 +332,10 @@ def test_a_model_of_which_nothing_is_converted_has_no_figures_of_float8():
         (["{module}:number"], "returned 3, neither a module nor a torchtitan config"),
         (["{module}:fails"], "on the meta device, raised RuntimeError: no weights here ("),
         (["{module}:relu"], "multiplies by no weights"),
-        (["{module}:lazy"], "0: the weight of this LazyLinear has no shape yet; run a batch through the model"),
+        (
+            ["{module}:lazy"],
+            "0: the weight of this LazyLinear has no shape yet; run a batch through the model",
+        ),
         (["no_such_module_here:f"], "set PYTHONPATH"),
         (["torchtitan:llama3_8b"], "torchtitan:MODULE/CONFIG"),
         (["no-such-model"], "nothing is downloaded"),

@@ -44,7 +44,9 @@ def test_a_layer_that_is_sharded_after_others_ran_is_refused(rank, world):
     fully_shard(model[0])
     model[0](x).sum().backward()
     fully_shard(model[1])
-    told = "1: its weight was sharded after other layers of the same model were trained or run; call fully_shard"
+    told = (
+        "1: its weight was sharded after other layers of the same model were trained or run; call fully_shard"
+    )
     with pytest.raises(f8sub.Float8ConfigError, match=told):
         model(x)
 

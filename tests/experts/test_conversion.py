@@ -394,6 +394,13 @@ def test_errors_name_the_module():
     assert message.startswith("mlp.experts: ends of groups ascend")
 
 
+def test_a_second_conversion_leaves_experts_as_they_are():
+    model = converted(nn.Sequential(nn.Linear(64, 64), OwnExperts(2, 64, 64)))
+    with pytest.warns(f8sub.Float8Warning, match="found nothing more to convert; the model has 2 modules"):
+        f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, experts="auto")
+    assert isinstance(model[1], Float8Experts)
+
+
 def _without_a_gate() -> nn.Module:
     kinds = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     sizes = {"n_routed_experts": 3, "hidden_size": 32, "moe_intermediate_size": 48, "moe_latent_size": None}

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import f8sub
 from tests.data_sets import gaussian, generator
+from tests.experts.models import OwnExperts
 from tests.models import Stack, checkpointed, precompute, seed_weights, shard, transformer
 from tests.selection import long_but
 from tests.wire import on_each
@@ -119,3 +121,25 @@ def test_compiled_blocks_run_eagerly_inside():
         y = compiled(x)
         y.backward(gaussian(tuple(y.shape), generator(2)))
     assert str(search) == "x of layers.0 on rank 0"
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_an_evaluation_is_searched_too(name):
+    """Of layers and of experts, where no result has a gradient."""
+    f8sub.register_experts(OwnExperts)
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    f8sub.convert_to_float8(layers, min_dim=0)
+    experts = f8sub.convert_to_float8(OwnExperts(2, 32, 48), "rowwise", experts=True)
+    x, ends = gaussian((8, 32), generator(0)), torch.tensor([3, 8])
+    with torch.no_grad():
+        with f8sub.find_nonfinite(experts) as search:
+            experts(x, ends)
+        assert str(search) == "every tensor is finite"
+        layers[1].bias[2] = torch.inf
+        getattr(experts, name)[1, 0, 0] = torch.nan
+        with f8sub.find_nonfinite(layers) as search:
+            layers(x)
+        assert str(search) == "y of 1 on rank 0"
+        with f8sub.find_nonfinite(experts) as search:
+            experts(x, ends)
+        assert str(search) == f"w of {name} on rank 0"

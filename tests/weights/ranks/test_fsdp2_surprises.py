@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import f8sub
+from f8sub.torch_compat import forget_pass
 from tests.data_sets import gaussian, generator
 from tests.models import precompute, seed_weights
 
@@ -49,6 +50,30 @@ def test_a_layer_that_is_sharded_after_others_ran_is_refused(rank, world):
     )
     with pytest.raises(f8sub.Float8ConfigError, match=told):
         model(x)
+
+
+def fails(*_: object) -> None:
+    raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_pass_that_an_error_ended_is_forgotten(rank, world, where):
+    """As after the capture of a CUDA graph that failed: the next pass is that of a model without one."""
+    x, other = (gaussian((32, K), generator(10 * i + rank)) for i in range(2))
+    model, twin = model_of(), model_of()
+    if where == "forward":
+        handle = model[1].register_forward_hook(fails)
+    else:
+        handle = model[0].register_forward_hook(lambda module, args, y: y.register_hook(fails) and None)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(other).square().sum().backward()
+    handle.remove()
+    forget_pass(model)
+    # The module whose backward came to its end has a gradient, as it has in a step that is launched.
+    model.zero_grad()
+    for _ in range(2):
+        found, expected = gradients(model, x), gradients(twin, x)
+        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 4
 
 
 def test_a_policy_casts_positions_wherever_they_are(rank, world):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import f8sub
+from f8sub.diagnostics.sample import part_of
 from f8sub.diagnostics.statistics import RULES, WIDTH, advice_for, measure, statistics_of
+from f8sub.kernels import reference
 from tests.data_sets import gaussian, generator
 
 ROWS, COLS = 48, 256
@@ -121,3 +123,17 @@ def test_nothing_is_wrong_with_a_gaussian(recipe):
 
 def test_no_elements_are_no_row():
     assert statistics_of(0, "a", "x", f8sub.get_recipe("rowwise").fprop.a, [0.0] * WIDTH, [0.0] * 3) is None
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("place", [(0, 0, 128, 256), (0, 0, 37, 256), (24, 32, 40, 96), (5, 128, 128, 128)])
+def test_a_part_of_an_operand_stands_for_the_same_values(recipe, place):
+    """Shards begin wherever they do, within a tile too."""
+    w = gaussian((160, 256), generator(0)) * gaussian((160, 1), generator(1)).exp()
+    operand = f8sub.quantize(w, recipe, "w", columnwise=False).rowwise
+    row, col, rows, cols = place
+    found = reference.dequantize(part_of(operand, *place), torch.float32)
+    whole = reference.dequantize(operand, torch.float32)
+    # Two scales are multiplied by each other first, where the whole has them one after the other.
+    rounding = 2.0**-22 if recipe == "nvfp4" else 0
+    torch.testing.assert_close(found, whole[row : row + rows, col : col + cols], rtol=rounding, atol=0)

@@ -8,7 +8,6 @@ from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 MOST_SHOWN = 4
 """Elements of a container that an error shows."""
@@ -126,19 +125,6 @@ def refuse_other_than_a_module(call: str, model: object) -> None:
     """Raise Float8ConfigError where a function of that name was given something else than a model."""
     if not isinstance(model, torch.nn.Module):
         raise Float8ConfigError(f"{call} takes a model, a torch.nn.Module; got {shown(model)}")
-
-
-def without_shape(module: torch.nn.Module, name: str) -> str:
-    """Say of a parameter or buffer of a lazy module what it lacks, and what to do."""
-    return f"the {name} of this {type(module).__name__} has no shape yet; run a batch through the model first"
-
-
-def refuse_lazy(model: torch.nn.Module) -> None:
-    """Raise Float8ConfigError where a parameter or buffer, such as those of ``nn.LazyLinear``, has no shape yet."""
-    for fqn, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if is_lazy(tensor):
-                raise Float8ConfigError(f"{fqn}: {without_shape(module, name)}")
 
 
 def refuse_other_than_an_optimizer(call: str, optimizer: object) -> None:

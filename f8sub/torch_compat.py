@@ -1161,12 +1161,6 @@ def states_follow_parameters(module: torch.nn.Module, *_: Any) -> None:
             state.come_to(next(near, torch.device("meta")))
 
 
-def follow_parameters_after_loads(module: torch.nn.Module) -> None:
-    """Have ``states_follow_parameters`` run after each ``load_state_dict`` of a module, from now on."""
-    if states_follow_parameters not in module._load_state_dict_post_hooks.values():
-        module.register_load_state_dict_post_hook(states_follow_parameters)
-
-
 def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
     """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

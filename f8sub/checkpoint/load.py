@@ -37,7 +37,6 @@ from f8sub.errors import (
     Float8ShapeError,
     Float8Warning,
     first_and_more,
-    refuse_lazy,
     refuse_other_than_a_module,
 )
 from f8sub.formats import ALL, Operand, Tile
@@ -104,7 +103,6 @@ def load_float8(
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
     refuse_other_than_a_module("load_float8", model)
-    refuse_lazy(model)
     _reshard(model)
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)

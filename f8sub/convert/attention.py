@@ -58,10 +58,10 @@ from f8sub.torch_compat import (
     TrainingState,
     change_and_restore,
     constant_result,
-    follow_parameters_after_loads,
     graph_task,
     remove_hook,
     running_ddp,
+    states_follow_parameters,
 )
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest, Members, ParamDtypes
 from f8sub.weights.precompute_scales import watch_writes
@@ -183,12 +183,14 @@ def attend_in_float8(
             f"({'skip= leaves none' if callers else 'flex, flash and own kernels are not taken'}); move the call into "
             "the forward of a module of the model"
         )
+    new = [fqn for fqn in chosen if not isinstance(callers[fqn]._modules.get(CHILD), AttentionState)]
     # All that can be refused is, so an error leaves the model as it was.
     for fqn in chosen:
         _convert(callers[fqn], AttentionState(fqn, BACKWARDS_BY_NAME[backward], backend, min_length, device))
-        # Compiled attention cannot leave meta in its first call, as it does in eager.
-        for part in _parts_around(f"{fqn}.{CHILD}"):
-            follow_parameters_after_loads(model.get_submodule(part.removesuffix(".")))
+    # Compiled attention cannot leave meta in its first call, as it does in eager.
+    for part in dict.fromkeys(part for fqn in new for part in _parts_around(f"{fqn}.{CHILD}")):
+        loaded = model.get_submodule(part.removesuffix("."))
+        loaded.register_load_state_dict_post_hook(states_follow_parameters)
     share_histories(model)
     leave_out_of_exports(model)
     return chosen

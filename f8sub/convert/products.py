@@ -26,6 +26,20 @@ ROOT = "(root)"
 """What the model itself is called among its modules."""
 
 
+def without_shape(module: torch.nn.Module, name: str) -> str:
+    """Say of a parameter or buffer of a lazy module what it lacks, and what to do."""
+    return f"the {name} of this {type(module).__name__} has no shape yet; run a batch through the model first"
+
+
+def why_no_shapes(model: torch.nn.Module) -> str | None:
+    """Return which parameter or buffer has no shape yet, such as those of ``nn.LazyLinear``; None where all have."""
+    for fqn, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if is_lazy(tensor):
+                return f"{fqn}: {without_shape(module, name)}"
+    return None
+
+
 def kind_of(fqn: str) -> str:
     """Return the name with ``*`` for every number: equal layers of a stack of blocks have one kind."""
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))

@@ -28,7 +28,8 @@ from f8sub.convert.patterns import (
     why_idle,
     with_nearest,
 )
-from f8sub.errors import Float8ConfigError, Float8Warning, shown, without_shape
+from f8sub.convert.products import without_shape
+from f8sub.errors import Float8ConfigError, Float8Warning, shown
 from f8sub.experts.seams import seam_of
 from f8sub.formats import HIGH_PRECISION, MULTIPLE
 from f8sub.linear.float8_linear import Float8Linear

@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from f8sub.convert.class_swap import plain_class_of
-from f8sub.errors import Float8ConfigError, refuse_lazy
+from f8sub.errors import Float8ConfigError
 from f8sub.experts.module import Float8Experts, plain_class
 from f8sub.linear.float8_linear import Float8Linear
 from f8sub.torch_compat import DispatchMode, fake_tensors, is_fsdp_class, tree_leaves, tree_map_only
@@ -447,9 +447,8 @@ def count(model: torch.nn.Module, batch: Batch) -> Count:
     numbers, buffers and FSDP2's state are left as they were, and no rank waits for another.
 
     Raises:
-        Float8ConfigError: the forward fails, or needs values that there are not; or a lazy module has no shapes yet.
+        Float8ConfigError: the forward fails, or needs values that there are not.
     """
-    refuse_lazy(model)
     inputs = [each for each in _leaves(batch) if isinstance(each, torch.Tensor)]
     why = "its tensors are on meta" if any(each.is_meta for each in inputs) else why_not_as_it_is(model)
     what = _shown(batch)

@@ -16,9 +16,10 @@ from f8sub.convert.products import (
     model_products,
     name_of,
     pretrained,
+    why_no_shapes,
 )
 from f8sub.convert.selection import HEAD, Selection, default_reasons, idle_patterns
-from f8sub.errors import Float8ConfigError, Float8Warning, refuse_lazy, shown, unknown
+from f8sub.errors import Float8ConfigError, Float8Warning, shown, unknown
 from f8sub.estimator.advice import advice, fits, recommended
 from f8sub.estimator.bytes import Adapters, adapters_of, memory, wire
 from f8sub.estimator.cluster import (
@@ -141,7 +142,8 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         experts: as ``convert_to_float8`` takes it.
     """
     refuse_unknown_experts(experts, None)
-    refuse_lazy(model)
+    if (reason := why_no_shapes(model)) is not None:
+        raise Float8ConfigError(reason)
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
     # The reasons of a converted model stand on its modules; for a plain one they are those of a conversion.

@@ -1108,6 +1108,17 @@ def cuda_version() -> tuple[int, ...]:
     return tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else ()
 
 
+def makes_optimizer_state() -> bool:
+    """Return whether a step of torch's own ends or begins, at rates of 0, for a state dict of an optimizer.
+
+    Torch steps so where a state dict is taken of a new optimizer, or loaded into it.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
+
+
 class TrainingState(torch.nn.Module):
     """Holds what a training keeps besides weights, in float32 buffers: state dicts have it, and no engine reads it.
 

@@ -7,11 +7,9 @@ it keeps replicas of the layers. Otherwise they are this rank alone.
 """
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +36,14 @@ from f8sub.delayed.state import (
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
-from f8sub.torch_compat import graph_task, is_dtensor, no_dispatch_modes, remove_hook, running_ddp
+from f8sub.torch_compat import (
+    graph_task,
+    is_dtensor,
+    makes_optimizer_state,
+    no_dispatch_modes,
+    remove_hook,
+    running_ddp,
+)
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.exchange import Exchange
 from f8sub.weights.master_weight import MasterWeight
@@ -242,7 +247,7 @@ class DelayedHistories(Guest):
     @override
     def stepped(self, weights: Sequence[torch.Tensor]) -> None:
         # Torch steps with rates of 0 to make states: no amax of such a step is a new one.
-        if _makes_optimizer_state():
+        if makes_optimizer_state():
             return
         # What was loaded in place before this step does not cover it.
         for _, state in self.held():
@@ -443,18 +448,6 @@ def share_histories_hook(conversion: Conversion, module: torch.nn.Module, args: 
     for guest in () if torch.compiler.is_compiling() else conversion.guests:
         if type(guest) is DelayedHistories and guest.saw_forward():
             remove_hook(share_histories_hook, module)
-
-
-def _makes_optimizer_state() -> bool:
-    """Return whether a step of torch's own ended, at rates of 0, for a state dict of an optimizer.
-
-    Torch steps so where a state dict is taken of a new optimizer, or loaded into it. Histories that were loaded before
-    are those of the last step that trained.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_init_optim_state":
-        frame = frame.f_back
-    return frame is not None
 
 
 def _stepped(weight: torch.Tensor, since: int) -> bool:

@@ -18,7 +18,13 @@ from f8sub.errors import (
     refuse_other_than_an_optimizer,
     shown,
 )
-from f8sub.torch_compat import after_counted_writes, gathered_parameters, is_dtensor, untraced
+from f8sub.torch_compat import (
+    after_counted_writes,
+    gathered_parameters,
+    is_dtensor,
+    makes_optimizer_state,
+    untraced,
+)
 from f8sub.weights.conversion import Conversion
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import (
@@ -234,7 +240,7 @@ def _warn_of_gathered(
 ) -> None:
     """Warn, once, of weights that FSDP2 has gathered while they are stepped: it does not gather those again."""
     in_use = {shard for exchange in conversion.exchanges.values() for shard in exchange.in_use()}
-    if not in_use or conversion in _stepped_gathered:
+    if not in_use or conversion in _stepped_gathered or makes_optimizer_state():
         return
     records = [local_tensor(weight).record for weight in weights if weight.grad is not None]  # type: ignore[attr-defined]
     if fqns := [record.fqn for record in records if record is not None and record.shard in in_use]:

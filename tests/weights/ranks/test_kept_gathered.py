@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import f8sub
@@ -202,6 +203,19 @@ def test_one_rank_casts_when_it_waits_for_the_all_gather(rank, world, way):
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
 def test_replicas(rank, world, recipe):
     held_by(shard(with_head(recipe), mesh=replicated(2)), "evaluation", 2)
+
+
+def test_a_step_by_which_torch_makes_states_for_a_state_dict_is_none(rank, world):
+    """No warning: it steps at a rate of 0."""
+    model = shard(with_head("tensorwise"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    f8sub.precompute_scales(model)
+    WAYS["evaluation"](model)
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", f8sub.Float8Warning)
+        _init_optim_state(optimizer)
+    assert optimizer.state
 
 
 class Tied(nn.Module):

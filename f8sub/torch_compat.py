@@ -810,7 +810,7 @@ _OF_A_PASS = (
 def forget_pass(model: torch.nn.Module) -> None:
     """Have FSDP2 forget a forward and backward that an error ended in a CUDA graph's capture: nothing of it ran.
 
-    ``FSDPModule.reset_iter_state`` (2.14) waits for events, which here are none.
+    ``FSDPModule.reset_iter_state`` (2.14) waits for events of the capture, which never happened.
 
     Raises:
         Float8ConfigError: torch's FSDP2 is not as ``GRAPHS`` has it.
@@ -821,12 +821,17 @@ def forget_pass(model: torch.nn.Module) -> None:
         idle = type(state._training_state).IDLE
         for group in _groups_of(state, GRAPHS):
             _set_none(group)
+            if (reset := getattr(group, "_reset_iter_state", None)) is not None:
+                # From 2.14 on, where it knows of more than is listed here; no events are left that it would wait for.
+                reset()
             group._training_state = idle
             group._post_forward_indices.clear()
             # The forward that was cut short left the unsharded parameters in the modules.
             group._to_sharded()
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
+                # In 2.15 a property: the gradient below is the only one.
+                if "unsharded_accumulated_grad" in vars(param):
+                    param.unsharded_accumulated_grad = None
                 # There is none before the first all-gather.
                 if (unsharded := getattr(param, "unsharded_param", None)) is not None:
                     unsharded.grad = None
@@ -835,6 +840,9 @@ def forget_pass(model: torch.nn.Module) -> None:
         # Else no module takes itself for the root of the next forward, and the next backward queues no callback.
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
+        if hasattr(state._state_ctx, "gradient_reduction_pending"):  # 2.15
+            state._state_ctx.gradient_reduction_pending = False
+            state._state_ctx.manual_backward_finalization_active = None
         _set_none(state._comm_ctx)
         for several in ("reduce_scatter_states", "_last_post_reduce_events", "post_forward_order"):
             if (found := getattr(state._comm_ctx, several, None)) is not None:

@@ -16,7 +16,7 @@ from f8sub.checkpoint.gathered import (
     tied_layers,
 )
 from f8sub.checkpoint.names import Pieces, Rename, renamed, unwrapped
-from f8sub.convert.products import kinds, why_no_shapes
+from f8sub.convert.products import kinds, refuse_without_shapes
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning, refuse_other_than_a_module
 from f8sub.formats import Float8Format
 from f8sub.tensor.float8_tensor import Float8Tensor
@@ -68,8 +68,7 @@ def examined(model: torch.nn.Module, layout: str, dtype: torch.dtype | None) -> 
             computes in.
     """
     refuse_other_than_a_module("an export", model)
-    if (reason := why_no_shapes(model)) is not None:
-        raise Float8ConfigError(reason)
+    refuse_without_shapes(model)
     if dtype is not None and dtype not in _COMPUTED:
         raise Float8ConfigError(
             f"dtype is the dtype of the forward, one of {', '.join(map(str, _COMPUTED))}; got {dtype!r}"

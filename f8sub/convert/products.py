@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from f8sub.errors import Float8ConfigError
 from f8sub.experts.seams import EXPERTS, seam_of
 from f8sub.weights.weight import MADE_OF, STATE, is_converted, own_parameter, parameters_of
 
@@ -31,13 +32,16 @@ def without_shape(module: torch.nn.Module, name: str) -> str:
     return f"the {name} of this {type(module).__name__} has no shape yet; run a batch through the model first"
 
 
-def why_no_shapes(model: torch.nn.Module) -> str | None:
-    """Return which parameter or buffer has no shape yet, such as those of ``nn.LazyLinear``; None where all have."""
+def refuse_without_shapes(model: torch.nn.Module) -> None:
+    """Refuse a model of which a parameter or buffer has no shape yet, such as those of ``nn.LazyLinear``.
+
+    Raises:
+        Float8ConfigError: it has one; the message names it.
+    """
     for fqn, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if is_lazy(tensor):
-                return f"{fqn}: {without_shape(module, name)}"
-    return None
+                raise Float8ConfigError(f"{fqn}: {without_shape(module, name)}")
 
 
 def kind_of(fqn: str) -> str:

@@ -35,13 +35,13 @@ from f8sub.convert.products import (
     other_weights,
     pretrained,
     products_of,
+    refuse_without_shapes,
     unknown_weights,
-    why_no_shapes,
 )
 from f8sub.convert.selection import MIN_DIM, is_small
 from f8sub.convert.swiglu_input import KeptInput, kept_inputs
 from f8sub.diagnostics.bytes import byte_account
-from f8sub.errors import Float8ConfigError, refuse_other_than_a_module
+from f8sub.errors import refuse_other_than_a_module
 from f8sub.estimator.counted_forward import Batch, Count, count, count_of_made_up
 from f8sub.estimator.experts import Gains
 from f8sub.experts.seams import seam_of
@@ -556,8 +556,7 @@ def conversion_report(
     """
     refuse_other_than_a_module("conversion_report", model)
     if batch is not None:
-        if (reason := why_no_shapes(model)) is not None:
-            raise Float8ConfigError(reason)
+        refuse_without_shapes(model)
         counted: Count | str = count(model, batch)
     else:
         counted = "" if (inner := pretrained(model)) is None else count_of_made_up(model, inner)

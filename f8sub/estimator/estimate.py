@@ -16,7 +16,7 @@ from f8sub.convert.products import (
     model_products,
     name_of,
     pretrained,
-    why_no_shapes,
+    refuse_without_shapes,
 )
 from f8sub.convert.selection import HEAD, Selection, default_reasons, idle_patterns
 from f8sub.errors import Float8ConfigError, Float8Warning, shown, unknown
@@ -142,8 +142,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         experts: as ``convert_to_float8`` takes it.
     """
     refuse_unknown_experts(experts, None)
-    if (reason := why_no_shapes(model)) is not None:
-        raise Float8ConfigError(reason)
+    refuse_without_shapes(model)
     modules = dict(model.named_modules())
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, torch.nn.Linear)}
     # The reasons of a converted model stand on its modules; for a plain one they are those of a conversion.

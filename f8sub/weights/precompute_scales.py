@@ -239,8 +239,10 @@ def _warn_of_gathered(
     optimizer: torch.optim.Optimizer, conversion: Conversion, weights: Sequence[torch.Tensor]
 ) -> None:
     """Warn, once, of weights that FSDP2 has gathered while they are stepped: it does not gather those again."""
+    if conversion in _stepped_gathered:
+        return
     in_use = {shard for exchange in conversion.exchanges.values() for shard in exchange.in_use()}
-    if not in_use or conversion in _stepped_gathered or makes_optimizer_state():
+    if not in_use or makes_optimizer_state():
         return
     records = [local_tensor(weight).record for weight in weights if weight.grad is not None]  # type: ignore[attr-defined]
     if fqns := [record.fqn for record in records if record is not None and record.shard in in_use]:

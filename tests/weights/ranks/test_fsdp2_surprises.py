@@ -43,7 +43,7 @@ def test_a_layer_that_is_sharded_after_others_ran_is_refused(rank, world):
     model = f8sub.convert_to_float8(seed_weights(nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))))
     x = gaussian((32, K), generator(rank))
     fully_shard(model[0])
-    model[0](x).sum().backward()
+    model[0](x).backward(gaussian((32, K), generator(10 + rank)))
     fully_shard(model[1])
     told = (
         "1: its weight was sharded after other layers of the same model were trained or run; call fully_shard"

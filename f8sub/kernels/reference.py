@@ -54,7 +54,12 @@ def spread(
 
 
 def cast(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rounding: Rounding = Rounding.NEAREST
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: Rounding = Rounding.NEAREST,
+    *,
+    fits: bool = False,
 ) -> torch.Tensor:
     """Codes of ``x``: ``float32(x) * scale`` rounded to a float8, to the nearest, ties to even; or to an e2m1.
 
@@ -62,21 +67,26 @@ def cast(
     e2m1 are uint8, one an element, rounded as ``rounding`` says.
 
     Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity into 448, e5m2
-    overflows to infinity). ``x - x`` is 0 for a finite element and NaN for any other, which keeps NaN and infinity
-    visible, in place, as NaN codes; subtracted, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond
-    1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest
-    number of it.
+    overflows to infinity). With ``fits`` nothing is: the scale is that of the current amax, with which no finite product
+    exceeds the largest code by more than a factor of ``1 + 2**-23``, and rounding takes that to the code. ``x - x`` is
+    0 for a finite element and NaN for any other, which keeps NaN and infinity visible, in place, as NaN codes;
+    subtracted, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond 1.9 * 2**127 the nearest code
+    can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest number of it.
     """
     scaled = x.float() * scale
     if dtype == E2M1:
         return fp4.cast(scaled, rounding)
-    top = torch.finfo(dtype).max
-    return (scaled.clamp(-top, top) - (x - x)).to(dtype)
+    if not fits:
+        top = torch.finfo(dtype).max
+        scaled = scaled.clamp(-top, top)
+    return (scaled - (x - x)).to(dtype)
 
 
-def codes_as_stored(x: torch.Tensor, scale: torch.Tensor, format: Float8Format) -> torch.Tensor:
+def codes_as_stored(
+    x: torch.Tensor, scale: torch.Tensor, format: Float8Format, *, fits: bool = False
+) -> torch.Tensor:
     """``cast`` as ``Operand.data`` holds it: contiguous, two e2m1 codes in a byte."""
-    codes = cast(x, scale, format.dtype, format.rounding)
+    codes = cast(x, scale, format.dtype, format.rounding, fits=fits)
     return fp4.pack(codes) if format.dtype == E2M1 else codes.contiguous()
 
 
@@ -202,7 +212,9 @@ def _as_stored(
     if format.hadamard is not None:
         x = fp4.rotate(x, format.hadamard)
     made, largest = _scales(x, format, tile, prior, reduce)
-    data = codes_as_stored(x, spread(made.scale, tile, x.shape), format)
+    # A scale of two levels is rounded, also upward.
+    fits = prior is None and not format.scale_rule.has_global
+    data = codes_as_stored(x, spread(made.scale, tile, x.shape), format, fits=fits)
     return Operand(data, made.scale_inv, format, made.global_scale_inv), largest
 
 

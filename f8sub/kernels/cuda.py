@@ -221,8 +221,8 @@ def cast_together(
 
     Returns:
         What casts the parts as they are when it is called, into the same places of a memory that begins as ``outs[0]``
-        does; it holds where the parts lie, and not the parts. None where kernels do not cast two of them together. And
-        the numbers of the parts that it leaves to ``cast_into``.
+        does; it holds where the parts lie, and not the parts. None where kernels cast none of them. And the numbers of
+        the parts that it leaves to ``cast_into``.
     """
     begin = outs[0].data_ptr()
     offsets = [out.data_ptr() - begin for out in outs]
@@ -233,8 +233,8 @@ def cast_together(
         for number, part in enumerate(parts)
         if fits and part is not None and offsets[number] % ALIGNMENT == 0 and takes_slice(part)
     }
-    # One alone gains nothing by a table, and ``cast_into`` has no need of one.
-    if len(taken) < 2:
+    # Also one alone, as on one GPU, where FSDP2 copies each weight by itself: its launch is worked out once.
+    if not taken:
         return None, list(range(len(parts)))
     from f8sub.kernels.triton import quantize_launch
 

@@ -1,5 +1,6 @@
 """Launches of what was compiled before: CUDA is handed what Triton's own launch hands it."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -161,6 +162,29 @@ def rows_of_steps() -> None:
 
 def test_tokens_of_another_number_are_no_other_kernels(process):
     process(rows_of_steps)
+
+
+def parts_of_weights() -> None:
+    """Into two memories in turn, as FSDP2 has them: one launch, with what the first one was handed."""
+    from f8sub.kernels.triton import quantize_launch, support
+
+    x, scale = torch.zeros(128, 256), torch.ones(1, 1)
+    part = support.ShardSlice(x, TENSOR, torch.bfloat16, (0, 0), scale, 256)
+    made = quantize_launch.SliceCasts([part], [0])
+    memories = [torch.zeros(128 * 256, dtype=torch.uint8) for _ in range(2)]
+    tables = dict(zip("ab", made._tables, strict=True))
+    by_triton, found = compiled_by_triton(), []
+    with mock.patch.object(support, "device_of", contextlib.nullcontext):
+        for memory in (*memories, *memories):
+            made.run(memory)
+            found.append(roles({"memory": memory, **tables}))
+    assert by_triton == [1]
+    assert len(found[0]) == 1
+    assert found == [found[0]] * 4
+
+
+def test_parts_of_weights_are_launched_without_triton(process):
+    process(parts_of_weights)
 
 
 def bounded() -> None:

@@ -197,7 +197,7 @@ def test_many_parts_at_once(name, device):
     placed = [memory.split(sizes) for memory in memories]
     # The first bytes of each memory in its matrix's shape.
     here, there = ([m[: r.numel()].view(r.shape) for m, r in zip(of, right, strict=True)] for of in placed)
-    groups = (slice(5), slice(5, None))
+    groups = (slice(5), slice(5, 11), slice(11, None))
     casts = [(*cuda.cast_together(given[some], here[some]), some) for some in groups]
     for factor, outs in ((1.0, here), (-0.5, there)):
         for part, expected, out in zip(given, right, outs, strict=True):

@@ -146,13 +146,22 @@ def run(
         _seen_once.add(seen)
     # The interpreter compiles nothing.
     elif all(launch.compiled is not None for launch in made.launches):
-        prepared.keep(key, _prepare(made, given))
+        prepared.keep(key, prepare(made, given))
     return made.results
 
 
-def _prepare(made: Launches, given: Sequence[torch.Tensor | None]) -> prepared.PreparedLaunches | None:
-    """Prepare launches for calls like this one; None where one reads a tensor that ``make`` derived, as a copy."""
+def prepare(made: Launches, given: Sequence[torch.Tensor | None]) -> prepared.PreparedLaunches | None:
+    """Prepare launches, which ran, for calls like this one.
+
+    Args:
+        made: what ran.
+        given: what the launches read or write besides results and scratch, None where an operand is left out.
+
+    Returns:
+        None where a launch reads a tensor that was derived of ``given``, as a copy is.
+    """
     tensors = [*given, *made.results, *made.scratch]
+    device = next(tensor.device for tensor in tensors if tensor is not None)
     launches = []
     for launch in made.launches:
         arguments: list[Any] = []
@@ -172,7 +181,7 @@ def _prepare(made: Launches, given: Sequence[torch.Tensor | None]) -> prepared.P
             raise RuntimeError(f"{launch.kernel} was not compiled")
         launches.append((launcher(launch.compiled, launch.programs), arguments))
     asked = prepared.Driver(driver.active.get_current_device, driver.active.get_current_stream)
-    return prepared.PreparedLaunches(len(given), made.results, made.scratch, launches, asked)
+    return prepared.PreparedLaunches(device, len(given), made.results, made.scratch, launches, asked)
 
 
 def _found(

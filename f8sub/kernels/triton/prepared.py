@@ -48,8 +48,9 @@ class PreparedLaunches:
     addresses of the given tensors, the results and scratch memory; what follows from those; and constants.
 
     Args:
+        device: that of all tensors.
         given: how many tensors a call is given.
-        results: what the launches fill.
+        results: what the launches fill, each call anew.
         scratch: flat tensors that are zero before the first launch.
         launches: each takes a stream and its arguments. Arguments that are tensors are each an ``Argument`` here.
         driver: of the GPU.
@@ -57,14 +58,14 @@ class PreparedLaunches:
 
     def __init__(
         self,
+        device: torch.device,
         given: int,
         results: Sequence[torch.Tensor],
         scratch: Sequence[torch.Tensor],
         launches: Sequence[tuple[Callable[[Any, Sequence[Any]], None], Sequence[Any]]],
         driver: Driver,
     ) -> None:
-        self.device = results[0].device
-        self.index = self.device.index or 0
+        self.device, self.index = device, device.index or 0
         # Tuples: torch.Size is none to what allocates.
         self.results = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
         self.scratch = [(t.shape, t.dtype) for t in scratch]

@@ -16,7 +16,8 @@ from f8sub.host_copy import sent_to
 from f8sub.kernels.gemm.block_scales import empty_scale_inv
 from f8sub.kernels.scales import PriorScale
 from f8sub.kernels.triton import quantize, quantize_bf16x2, support, transpose
-from f8sub.kernels.triton.launch import Launch, Launches
+from f8sub.kernels.triton.launch import Launch, Launches, prepare
+from f8sub.kernels.triton.prepared import PreparedLaunches
 from f8sub.kernels.triton.support import ALIGNMENT, EDGE, ROWWISE, VECTOR, ShardSlice
 from f8sub.kernels.triton.tile_ops import Cast, Shape
 
@@ -416,12 +417,24 @@ class SliceCasts:
             key = part.format, part.through, part.x.dtype, _is_aligned(part), _is_whole(part)
             groups[key].append((part, offset))
         self._launches = [_of_many(placed, *key[-2:]) for key, placed in groups.items()]
+        arguments = [value for each in self._launches for value in each.arguments.values()]
+        self._tables = [value for value in arguments if isinstance(value, torch.Tensor)]
+        self._addresses = [table.data_ptr() for table in self._tables]
+        self._prepared: PreparedLaunches | None = None
 
     def run(self, memory: torch.Tensor) -> None:
         """Cast each part. ``memory`` begins at a multiple of ``ALIGNMENT``."""
+        given = [memory, *self._tables]
         with support.device_of(memory):
-            for each in self.launches(memory):
+            if self._prepared is not None:
+                self._prepared.run(given, [memory.data_ptr(), *self._addresses])
+                return
+            launches = self.launches(memory)
+            for each in launches:
                 each.run()
+            # The interpreter compiles nothing.
+            if all(each.compiled is not None for each in launches):
+                self._prepared = prepare(Launches(launches, [], []), given)
 
     def launches(self, memory: torch.Tensor) -> list[Launch]:
         """Return the launches of ``run``."""

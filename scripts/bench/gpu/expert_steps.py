@@ -5,6 +5,9 @@ timed as Python launches them, and as a CUDA graph, in which the host has no par
 
 A "gathered" variant is that of a rank of FSDP2: the weights of its step are the codes that FSDP2 gathered, once, before
 it is timed. Their casts are of shards, each rank's own part, and not in the step.
+
+In a "fused" one gate and up are one weight, as transformers and torchtitan's override ``fused_swiglu`` have them. It is
+compared with bf16 fused.
 """
 
 from __future__ import annotations
@@ -87,20 +90,32 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Experts(nn.Module):
-    """Gate, up and down, (E, N, K), (E, N, K) and (E, K, N), over tokens that are sorted by expert."""
+    """Gate, up and down, (E, N, K), (E, N, K) and (E, K, N), over tokens that are sorted by expert.
 
-    def __init__(self, shape: tuple[int, int, int], multiply: Multiply, device: torch.device) -> None:
+    Where ``fused``, gate and up are one weight of (E, 2N, K).
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], multiply: Multiply, device: torch.device, *, fused: bool
+    ) -> None:
         super().__init__()
         experts, n, k = shape
         torch.manual_seed(2)
         random = {"device": device, "dtype": torch.bfloat16}
-        self.gate, self.up = (nn.Parameter(torch.randn(experts, n, k, **random) / k**0.5) for _ in range(2))
+        gate, up = (torch.randn(experts, n, k, **random) / k**0.5 for _ in range(2))
+        if fused:
+            self.gate_up = nn.Parameter(torch.cat([gate, up], 1))
+        else:
+            self.gate, self.up = nn.Parameter(gate), nn.Parameter(up)
         self.down = nn.Parameter(torch.randn(experts, k, n, **random) / n**0.5)
-        self.multiply = multiply
+        self.multiply, self.fused = multiply, fused
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # noqa: D102
-        h = nn.functional.silu(self.multiply(x, self.gate, ends)) * self.multiply(x, self.up, ends)
-        return self.multiply(h, self.down, ends)
+        if self.fused:
+            gate, up = self.multiply(x, self.gate_up, ends).chunk(2, -1)
+        else:
+            gate, up = self.multiply(x, self.gate, ends), self.multiply(x, self.up, ends)
+        return self.multiply(nn.functional.silu(gate) * up, self.down, ends)
 
 
 def in_bf16(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -124,13 +139,14 @@ class Variant:
     recipe: str = ""
     backend: str = ""
     gathered: bool = False
+    fused: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
         by = f"by {self.backend}" if self.backend not in ("", "auto") else ""
-        how = "compiled" if self.compiled else "eager"
-        return " ".join(filter(None, (self.library, self.recipe, by, "gathered" * self.gathered, how)))
+        how = "gathered" * self.gathered, "fused" * self.fused, "compiled" if self.compiled else "eager"
+        return " ".join(filter(None, (self.library, self.recipe, by, *how)))
 
     def why_not(self, device: torch.device) -> str | None:
         """Why it cannot be measured; None where it can."""
@@ -147,7 +163,7 @@ class Variant:
     def made(self, shape: tuple[int, int, int], device: torch.device) -> Experts:
         """The experts, converted where f8sub multiplies."""
         multiply = {"bf16": in_bf16, "torchao": by_torchao, "f8sub": f8sub.grouped_linear}[self.library]
-        model = nn.Sequential(Experts(shape, multiply, device))
+        model = nn.Sequential(Experts(shape, multiply, device, fused=self.fused))
         if self.library == "f8sub":
             f8sub.register_experts(Experts)
             f8sub.convert_to_float8(
@@ -169,7 +185,7 @@ def variants() -> list[Variant]:
     """bf16 first; f8sub by every backend of its own, and as ``auto`` mixes them."""
     by = ["auto", *(name for name in GROUPED if name not in ("reference", "dequantize"))]
     return [
-        *(Variant("bf16", compiled) for compiled in (False, True)),
+        *(Variant("bf16", compiled, fused=fused) for compiled in (False, True) for fused in (False, True)),
         *(Variant("f8sub", False, recipe, backend) for recipe in RECIPES for backend in by),
         *(Variant("f8sub", True, recipe, "auto") for recipe in RECIPES),
         *(
@@ -177,7 +193,12 @@ def variants() -> list[Variant]:
             for recipe in RECIPES
             for compiled in (False, True)
         ),
-        *(Variant("torchao", compiled, "rowwise") for compiled in (False, True)),
+        *(Variant("f8sub", True, recipe, "auto", True, True) for recipe in RECIPES),
+        *(
+            Variant("torchao", compiled, "rowwise", fused=fused)
+            for compiled in (False, True)
+            for fused in (False, True)
+        ),
     ]
 
 
@@ -214,7 +235,8 @@ class Step:
 def check(name: str, found: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> dict[str, float]:
     """SQNR of y, dx and gate's dw in dB; an error below ``FLOOR_DB``."""
     pairs = zip(("y", "dx", "dw"), found, right, strict=False)
-    reached = {what: sqnr(a.detach(), b.detach()) for what, a, b in pairs}
+    # Of a fused dw the first rows are gate's.
+    reached = {what: sqnr(a.detach()[:, : b.shape[1]], b.detach()) for what, a, b in pairs}
     if not min(reached.values()) >= FLOOR_DB:
         raise RuntimeError(f"{name}: {reached} dB of bf16's, at least {FLOOR_DB}")
     return reached
@@ -241,7 +263,7 @@ def measure(
     rows: dict[str, dict] = {}
     for variant in variants():
         is_asked = not session.only or any(fnmatch.fnmatch(variant.name, only) for only in session.only)
-        if variant.library != "bf16" and not is_asked:
+        if not is_asked and (variant.library != "bf16" or variant.fused):
             continue
         if (reason := variant.why_not(device)) is not None:
             skipped[f"step {variant.name}"] = reason
@@ -282,9 +304,13 @@ def by_graphs(steps: dict[str, Step], sets: list[Any], session: Session, what: s
 
 def compare(rows: dict[str, dict]) -> None:
     """Tell each how many times as fast as the fastest in bf16 it is; and the quartiles of that, round by round."""
-    bf16 = [row for name, row in rows.items() if name.startswith("bf16")]
-    fastest = min(bf16, key=lambda row: row["median_ms"], default=None)
-    for row in rows.values():
+    for name, row in rows.items():
+        bf16 = [
+            of
+            for other, of in rows.items()
+            if other.startswith("bf16") and ("fused" in other) == ("fused" in name)
+        ]
+        fastest = min(bf16, key=lambda row: row["median_ms"], default=None)
         row["over_bf16"] = fastest and fastest["median_ms"] / row["median_ms"]
         if fastest:
             pairs = zip(fastest["rounds_ms"], row["rounds_ms"], strict=True)

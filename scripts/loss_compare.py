@@ -89,12 +89,15 @@ EXPERTS = {"float8.experts": "true"}
 SIZES = {
     "debug": ON_CPU,
     "moe-debug": ON_CPU | EXPERTS,
+    "10m": ON_GPU,
     "120m": ON_GPU,
     "120m-128": ON_GPU,
+    "1b": ON_GPU | {"eval.batches": 16},
     "moe-120m": ON_GPU | EXPERTS,
 }
-"""How each is trained: a Llama of 3.5M parameters, a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2; and both of
-120M, 4 of 32 experts, which want a GPU. 120m-128 has attention's heads of 128 channels instead of 64."""
+"""How each is trained: a Llama of 3.5M parameters, and a Qwen3-MoE of 4.3M, of whose 8 experts a token takes 2. The
+others want a GPU: Llamas of 10M, 120M and 1B, and a Qwen3-MoE of 120M, of whose 32 experts a token takes 4. 120m-128
+has attention's heads of 128 channels instead of 64."""
 SPIKE, NEIGHBOURS = 1.2, 10
 """A step is a spike if its loss exceeds the median of so many steps on either side and itself by this factor."""
 SMOOTHED_STEPS = 20
@@ -603,7 +606,8 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
         train_missing(results, shared, arguments.jobs)
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
     variants = [recipe + ending for ending in endings for recipe in arguments.recipes if recipe not in PEERS]
-    yardstick = HALVES if SIZES[arguments.size] is ON_GPU else YARDSTICK
+    kind = SIZES[arguments.size]
+    yardstick = HALVES if ON_GPU.keys() <= kind.keys() and EXPERTS.keys().isdisjoint(kind) else YARDSTICK
     names = [BASELINE, yardstick, *arguments.recipes, *variants]
     train_missing(results, [Run(arm, seed) for seed in seeds for arm in names], arguments.jobs)
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}

@@ -25,6 +25,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     },
+    "10m": {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
     "60m": {
         "hidden_size": 512,
         "intermediate_size": 1376,

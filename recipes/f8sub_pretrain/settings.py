@@ -66,6 +66,7 @@ class Model:
 
     size: Literal[
         "debug",
+        "10m",
         "60m",
         "120m",
         "120m-128",

@@ -264,3 +264,17 @@ def test_codes_that_are_encoded_anew_in_compiled_code_are_transposed_by_a_node()
     assert same_operands(found, [reference.derive_columnwise(operand, columnwise)])
     assert copies_of_codes(nodes) == []
     assert any(str(node.target).startswith("f8sub.transpose") for node in nodes)
+
+
+@on_each_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_amaxes_in_a_graph_leave_out_what_is_not_finite(formats, dtype):
+    """Also where a tile, a row or the whole matrix has nothing else; eager code finds them by other operators."""
+    tile = formats[0].tile
+    found = torch.compile(lambda x: scales.amax(x, tile), backend="aot_eager")
+    x = gaussian((48, 160), generator(9)).to(dtype)
+    x[3], x[5, 7], x[6, 40], x[40:, 128:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    x[7] = -0.0
+    for matrix in (x, torch.full_like(x, torch.nan), x[3:4], x[:0]):
+        assert torch.equal(found(matrix), scales.finite_amax(matrix, tile))
+        assert found(matrix).dtype == torch.float32

@@ -1,13 +1,14 @@
 """What float8 costs a 120M Llama, by arm and by forward pass: the tables of two pages and docs/images/loss_120m.svg.
 
 The runs are those of ``scripts/loss_compare.py --shared-steps``, on GPUs; ``--record-from`` reads them into the file
-``loss_120m.json``, as ``arms``, as ``options``, those of a mixture of experts as ``experts`` and those with attention's
-heads of 128 channels as ``attention``. Runs from scratch are in a folder of their own, one JSON file each with
-``held_out``.
+``loss_120m.json``, as ``arms``, as ``options``, those of a mixture of experts as ``experts``, those with attention's
+heads of 128 channels as ``attention`` and those of a 10M Llama as ``small``. Runs from scratch are in a folder of their
+own, one JSON file each with ``held_out``.
 
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --scratch runs/scratch
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_moe-120m --record-as experts
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m-128 --record-as attention
+    python scripts/tables/loss_120m.py --record-from runs/loss_compare_10m --record-as small
     python scripts/tables/loss_120m.py --write-docs
 """
 
@@ -61,6 +62,7 @@ ATTENTION = {
     "tensorwise+attention_in_float8": "`tensorwise`, attention in float8",
     "tensorwise+attention_forward_in_float8": "`tensorwise`, attention's forward pass in float8",
 }
+SMALL = {name: NAMES[name] for name in (HALVES, "tensorwise")}
 FORWARDS = {
     "x and w": "x and w, one scale per tensor",
     "x": "x alone",
@@ -181,27 +183,29 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
         "loss_120m_options": (data["options"], OPTIONS),
         "loss_120m_experts": (data["experts"], EXPERTS),
         "loss_120m_attention": (data["attention"], ATTENTION),
+        "loss_120m_small": (data["small"], SMALL),
     }
     found = {
         marker: Table(marker, ["trained", *by_seed], rows(shared_gaps(runs, names), names))
         for marker, (runs, names) in trained.items()
     }
-    forwards = rows(forward_gaps(data), FORWARDS)
-    found["loss_120m_forwards"] = Table("forwards", ["rounded to float8", *by_seed], forwards)
+    for marker, runs in (("loss_120m_forwards", data), ("loss_120m_small_forwards", data["small"])):
+        forwards = rows(forward_gaps(runs), FORWARDS)
+        found[marker] = Table("forwards", ["rounded to float8", *by_seed], forwards)
     found["loss_120m_scratch"] = Table("from scratch", ["trained", *by_seed], scratch_rows(data))
     return found
 
 
 def provenance(data: dict[str, Any], marker: str = "") -> str:
     """The line below each table; the runs' own command is in docs/measurements/numerics.md."""
-    own = marker.removeprefix("loss_120m_")
-    ran = data[own] if own in ("options", "experts", "attention") else data
+    own = marker.removeprefix("loss_120m_").removesuffix("_forwards")
+    ran = data[own] if own in ("options", "experts", "attention", "small") else data
     return f"<sub>`python scripts/tables/loss_120m.py` · {ran['machine']} · {ran['date']}</sub>"
 
 
 def main(
     record_from: Path | None = None,
-    record_as: Literal["arms", "options", "experts", "attention"] = "arms",
+    record_as: Literal["arms", "options", "experts", "attention", "small"] = "arms",
     scratch: Path = Path("runs/scratch"),
     write_docs: bool = False,
 ) -> None:

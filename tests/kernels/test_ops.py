@@ -267,7 +267,9 @@ def test_codes_that_are_encoded_anew_in_compiled_code_are_transposed_by_a_node()
 
 
 @on_each_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 def test_amaxes_in_a_graph_leave_out_what_is_not_finite(formats, dtype):
     """Also where a tile, a row or the whole matrix has nothing else; eager code finds them by other operators."""
     tile = formats[0].tile

@@ -70,8 +70,8 @@ def cast(
     overflows to infinity). With ``fits`` nothing is: the scale is that of the current amax, with which no finite
     product exceeds the largest code by more than a factor of ``1 + 2**-23``, and rounding takes that to the code.
     ``x - x`` is 0 for a finite element and NaN for any other, which keeps NaN and infinity visible, in place, as NaN
-    codes; subtracted, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond 1.9 * 2**127 the nearest code
-    can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest number of it.
+    codes; subtracted, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond 1.9 * 2**127 the nearest
+    code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest number of it.
     """
     scaled = x.float() * scale
     if dtype == E2M1:

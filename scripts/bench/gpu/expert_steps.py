@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +202,17 @@ def variants() -> list[Variant]:
     ]
 
 
+def chosen(only: Sequence[str]) -> list[Variant]:
+    """Those whose names patterns match, all without any; and bf16, fused where another one is."""
+    asked = [
+        variant
+        for variant in variants()
+        if not only or any(fnmatch.fnmatch(variant.name, pattern) for pattern in only)
+    ]
+    baselines = {False, *(variant.fused for variant in asked)}
+    return [v for v in variants() if v in asked or (v.library == "bf16" and v.fused in baselines)]
+
+
 class Step:
     """A variant's step over some tokens."""
 
@@ -261,10 +272,7 @@ def measure(
     timers: dict[str, Callable[[], float]] = {}
     steps: dict[str, Step] = {}
     rows: dict[str, dict] = {}
-    for variant in variants():
-        is_asked = not session.only or any(fnmatch.fnmatch(variant.name, only) for only in session.only)
-        if not is_asked and (variant.library != "bf16" or variant.fused):
-            continue
+    for variant in chosen(session.only):
         if (reason := variant.why_not(device)) is not None:
             skipped[f"step {variant.name}"] = reason
             continue

@@ -64,5 +64,11 @@ one=$(run 1)
 two=$(run 2)
 echo "one rank:  $one"
 echo "two ranks: $two"
-test "$one" = "{'aten::copy_': 20, 'fsdp::chunk_cat': 4} memory of its own"
-grep -q "'fsdp::all_gather_copy_in': 8" <<<"$two"
+"$folder/venv/bin/python" - "$one" "$two" <<'PYTHON'
+import sys
+
+one, two = sys.argv[1:]
+alone = "{'aten::copy_': 20, 'fsdp::chunk_cat': 4} memory of its own"
+if one != alone or "'fsdp::all_gather_copy_in': 8" not in two:
+    raise SystemExit(f"this has changed: {one}, {two}")
+PYTHON

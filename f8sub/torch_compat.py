@@ -975,14 +975,24 @@ def constant_result(function: Function) -> Function:
 
 
 @constant_result
+def is_one_graph() -> bool:
+    """Return whether the code that ``torch.compile`` traces now has to be one graph, as ``fullgraph`` asks."""
+    return bool(_traced_frame().one_graph)
+
+
+def _traced_frame() -> Any:
+    tracer: Any = _at("torch._dynamo.symbolic_convert.InstructionTranslator")
+    return tracer.current_tx()
+
+
+@constant_result
 def stays_in_graph() -> bool:
     """Return whether what a parallel style's hook returns cannot leave the graph that ``torch.compile`` traces now.
 
     It leaves where graphs may break, and where the hook is traced by itself: of a module that is compiled with its own
     hooks.
     """
-    frame: Any = _at("torch._dynamo.symbolic_convert.InstructionTranslator").current_tx()
-    hooks: Any = _at("torch.distributed.tensor.parallel.style")
+    frame, hooks = _traced_frame(), cast(Any, _at("torch.distributed.tensor.parallel.style"))
     return bool(frame.one_graph and frame.f_code.co_filename != hooks.__file__)
 
 

@@ -27,7 +27,14 @@ from f8sub.kernels.grouped.gemm import in_high_precision
 from f8sub.kernels.grouped.operands import Groups
 from f8sub.tensor import aten_ops  # noqa: F401  (a matrix is transposed there)
 from f8sub.tensor.float8_tensor import OPS, Float8Tensor
-from f8sub.torch_compat import constant_result, graph_task, no_torch_function, saved_tensors_hook
+from f8sub.torch_compat import (
+    constant_result,
+    graph_task,
+    is_one_graph,
+    no_torch_function,
+    saved_tensors_hook,
+    untraced,
+)
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import Weight, held_parameter, local_tensor, own_parameter
 
@@ -290,7 +297,7 @@ def owner_of(weight: torch.Tensor) -> Any:
             return None
         found = getattr(_stand_ins, _named_like(*weight.shape))
         if isinstance(found, str):
-            raise Float8ConfigError(found)
+            _refuse(found)
         return found
     for module in _modules:
         if any(weight is parameter or weight._base is parameter for parameter in _held(module)):
@@ -302,6 +309,19 @@ def owner_of(weight: torch.Tensor) -> Any:
         if any(is_of(weight, parameter) for parameter in _held(module)):
             return module
     return _owner_of_copy(weight)
+
+
+def _refuse(message: str) -> None:
+    """Raise a Float8ConfigError about code that is traced."""
+    if torch.compiler.is_compiling() and not is_one_graph():
+        # An error in traced code breaks the graph, and its pieces would run without the weight's module.
+        _raise(message)
+    raise Float8ConfigError(message)
+
+
+@untraced
+def _raise(message: str) -> None:
+    raise Float8ConfigError(message)
 
 
 def _held(module: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,10 +272,21 @@ def test_compiled_code_where_no_forward_of_a_module_runs():
 
     model.zero_grad()
     assert equal(results(model, run=run), expected)
-    other = converted(Experts, None, "tensorwise")
-    torch._dynamo.reset()
-    message = refusal(torch._dynamo.exc.Unsupported, results, other, run)
-    assert "where no forward of a converted module runs" in message
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_that_cannot_tell_recipes_apart(dtype, fullgraph):
+    """Where graphs may break the error does not break one: pieces would compute in high precision, or not at all."""
+    model = nn.Sequential(OrderedDict(first=Wide(), second=Wide())).to(dtype)
+    f8sub.convert_to_float8(model, {"first": "tensorwise", "second": "rowwise"}, experts=True)
+    x = gaussian((int(ENDS[-1]), K), generator(1)).to(dtype)
+    run = torch.compile(model.second.mlp, backend="aot_eager", fullgraph=fullgraph)
+    kind = torch._dynamo.exc.Unsupported if fullgraph else f8sub.Float8ConfigError
+    message = refusal(kind, run, x)
+    assert "first, second: torch.compile traces a product with a weight of (4, 208, 32)" in message
+    assert "Compile the module, or the checkpointed function together with it" in message
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -10,6 +10,7 @@ import torch
 
 from f8sub.convert.primary_weights import is_primary, reread_shards, take_master
 from f8sub.errors import Float8ConfigError
+from f8sub.torch_compat import gathered_among
 from f8sub.weights.fused_step import FusedStep
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import like_sharded
@@ -247,7 +248,7 @@ class MasterWeights(torch.optim.Optimizer):
         for conversion in conversions_of(self._masters):
             for record in conversion:
                 found = record.parameter
-                if type(found) is torch.nn.Parameter and found.requires_grad:
+                if type(found) is torch.nn.Parameter and found.requires_grad and not gathered_among([found]):
                     raise _no_longer_primary(f"{record.fqn}.{record.name}")
 
     @torch.no_grad()

@@ -683,11 +683,28 @@ def gathered_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     After a forward without a backward the root's parameters are those until ``reshard``, and ``model.parameters()``
     gives them.
     """
+    return gathered_among(p for group in optimizer.param_groups for p in group["params"])
+
+
+def gathered_among(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of ``parameters`` that FSDP2 gathered for a forward."""
     found: dict[int, Any] = {}
     with contextlib.suppress(Float8ConfigError):  # raised where weights are gathered
         found = {id(getattr(param, "unsharded_param", None)): param for _, param in fsdp_params()}
-    # ``found`` may have the id of None, which no optimizer holds.
-    return [p for group in optimizer.param_groups for p in group["params"] if id(p) in found]
+    # ``found`` may have the id of None, which is no parameter.
+    return [parameter for parameter in parameters if id(parameter) in found]
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Put the shards of a model's parameters back where a forward without a backward left gathered ones."""
+    modules = set(model.modules())
+    for module in filter(is_fsdp_module, modules):
+        module.reshard()
+    with contextlib.suppress(Float8ConfigError):  # raised where weights are gathered
+        # A part of a model is gathered by a module above it, where it has no ``fully_shard`` of its own.
+        groups = {id(group): group for group, param in fsdp_params() if module_of(param) in modules}
+        for group in groups.values():
+            group.reshard()
 
 
 def keep_padded_shards(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:

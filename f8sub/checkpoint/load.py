@@ -42,7 +42,7 @@ from f8sub.errors import (
 from f8sub.formats import ALL, Operand, Tile
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import Float8Linear
-from f8sub.torch_compat import is_dtensor, is_fsdp_module, place_in_whole, states_follow_parameters
+from f8sub.torch_compat import is_dtensor, place_in_whole, reshard, states_follow_parameters
 from f8sub.weights.weight import conversion_of, local_tensor, take_place
 
 _HIGH_PRECISION = ("F64", "F32", "F16", "BF16")
@@ -103,7 +103,7 @@ def load_float8(
         Float8NumericsError: a scale is negative or not finite; or a code is NaN, which is found while it is read.
     """
     refuse_other_than_a_module("load_float8", model)
-    _reshard(model)
+    reshard(model)  # else the next reshard would undo a load
     with Checkpoint(Path(folder)) as checkpoint:
         whole = unwrapped(model)
         parts = [part for _, parts in blocks_of(whole) for part in parts]
@@ -143,12 +143,6 @@ def _bring_states(model: torch.nn.Module, loaded: Iterable[NamedTensor]) -> None
             # As of a state dict that has this parameter alone.
             part.module._f8sub.conversion.layer_loaded(part.module, {part.attribute: part.tensor}, "")
     states_follow_parameters(model)
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    # A forward without a backward leaves the root gathered, and its next reshard would undo a load.
-    for module in filter(is_fsdp_module, model.modules()):
-        module.reshard()
 
 
 def _warn_of_second_cast(again: list[str]) -> None:

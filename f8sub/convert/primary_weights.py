@@ -13,7 +13,7 @@ from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_m
 from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import is_dtensor
+from f8sub.torch_compat import is_dtensor, reshard
 from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.master_weight import Cell, MasterWeight, rowwise_of
 from f8sub.weights.primary_weight import Primary, PrimaryWeight, like_sharded
@@ -170,6 +170,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
         Float8ConfigError: the model has no layer converted with ``primary_weights=True``.
     """
     refuse_other_than_a_module("drop_high_precision", model)
+    reshard(model)  # what is gathered is not the weight whose values are dropped
     records = [record for record in _records(model) if has_primary_weights(_conversion_of(record))]
     if not records:
         raise Float8ConfigError(
@@ -215,12 +216,13 @@ def restore_high_precision(model: torch.nn.Module) -> None:
         Float8ConfigError: a sharded weight; or no weight of the model is float8 data alone.
     """
     refuse_other_than_a_module("restore_high_precision", model)
+    reshard(model)
     dropped = [
         record
         for record in _records(model)
         if record.parameter is not None
         and isinstance(local := local_tensor(record.parameter), PrimaryWeight)
-        and local.master is None
+        and (local.master is None or local.primary.dropping)
     ]
     if not dropped:
         raise Float8ConfigError(

@@ -247,6 +247,89 @@ def test_sharded_values_are_not_restored(rank, world):
         f8sub.restore_high_precision(model)
 
 
+GATHERED = {
+    "an evaluation": lambda model, x: model(x),
+    "unshard": lambda model, x: model.unshard(),
+    "an inner unit": lambda model, x: model[1].unshard(),
+}
+"""How FSDP2 comes to have weights gathered."""
+
+
+class OfExperts(nn.Module):
+    """Experts, of which all tokens go to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(gaussian((2, 32, 32), generator(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_linear(x, self.up, torch.tensor([len(x), len(x)], device=x.device))
+
+
+f8sub.register_experts(OfExperts)
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("how", GATHERED)
+@pytest.mark.parametrize("part", ["the model", "a layer"])
+def test_weights_that_fsdp2_keeps_gathered_are_dropped_and_not_restored(rank, world, how, part):
+    layers = seed_weights(nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), OfExperts()))
+    model = f8sub.convert_to_float8(
+        layers, "rowwise", primary_weights=True, experts=True, skip_defaults=False
+    ).requires_grad_(False)
+    fully_shard(model[1])
+    fully_shard(model)
+    x, names = gaussian((8, 32), generator(rank)), ["0.weight", "1.0.weight", "2.up"]
+    expected = model(x)
+    model.reshard()
+    values = [model.get_parameter(name).full_tensor() for name in names]
+    GATHERED[how](model, x)
+    # A layer has no ``fully_shard`` of its own: a module above it gathers its weight.
+    given = model if part == "the model" else model[1][0] if how == "an inner unit" else model[0]
+    f8sub.drop_high_precision(given)
+    assert torch.equal(model(x), expected)
+    GATHERED[how](model, x)
+    with pytest.raises(f8sub.Float8ConfigError, match="its weight is sharded; load the adapters into a model"):
+        f8sub.restore_high_precision(given)
+    model.reshard()
+    model[1].reshard()
+    kept = [model.get_parameter(name).to_local() for name in names]
+    dropped = [isinstance(each, PrimaryWeight) and each.master is None for each in kept]
+    assert dropped == [given in (model, module) for module in (model[0], model[1][0], model[2])]
+    for name, value, gone in zip(names, values, dropped, strict=True):
+        rows = f8sub.quantize(value.flatten(0, -2), "rowwise", "w").dequantize()
+        assert torch.equal(model.get_parameter(name).full_tensor(), rows.view_as(value) if gone else value)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_values_that_wait_to_be_dropped_are_not_restored_either(rank, world):
+    model = shard(made("rowwise", primary=True).requires_grad_(False))
+    f8sub.drop_high_precision(model)
+    with pytest.raises(f8sub.Float8ConfigError, match="its weight is sharded; load the adapters into a model"):
+        f8sub.restore_high_precision(model)
+
+
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("options", [{"float8_all_gather": False}, {}, {"primary_weights": True}], ids=str)
+def test_masters_of_weights_that_fsdp2_keeps_gathered_step(rank, world, options):
+    """An evaluation between backward and step leaves the root's parameters gathered; they are no other weights."""
+    results = []
+    for evaluates in (True, False):
+        model = seed_weights(Stack(32, 32, 32)).bfloat16()
+        fully_shard(f8sub.convert_to_float8(model, "rowwise", **options))
+        optimizer = optimizer_of(model, masters=True)
+        x = gaussian((8, 32), generator(rank)).bfloat16()
+        with silenced():
+            model(x).square().mean().backward()
+            if evaluates:
+                with torch.no_grad():
+                    model(x)
+            update(model, optimizer)
+        model.reshard()
+        results.append([p.full_tensor().detach() for p in model.parameters()])
+    assert equal(*results)
+
+
 def test_codes_that_are_held_hold_no_other_weight(rank, world):
     """Model, conversion and another layer's shard are gone while codes of one layer are held."""
     model = f8sub.convert_to_float8(seed_weights(Stack(32, 32, 32)), primary_weights=True)

@@ -1154,6 +1154,11 @@ def makes_optimizer_state() -> bool:
     return frame is not None
 
 
+def computing_device(parameter: torch.Tensor) -> torch.device:
+    """Return the device that computes with a parameter: under CPU offload its shards are elsewhere."""
+    return torch.device(parameter.device_mesh.device_type) if is_dtensor(parameter) else parameter.device
+
+
 class TrainingState(torch.nn.Module):
     """Holds what a training keeps besides weights, in float32 buffers: state dicts have it, and no engine reads it.
 
@@ -1197,7 +1202,7 @@ def states_follow_parameters(module: torch.nn.Module, *_: Any) -> None:
 
     A hook after ``load_state_dict``: one that assigned a state dict without them moved the parameters alone.
     """
-    devices = {name: p.device for name, p in module.named_parameters() if not p.is_meta}
+    devices = {name: computing_device(p) for name, p in module.named_parameters() if not p.is_meta}
     for fqn, state in module.named_modules():
         part = fqn
         while isinstance(state, TrainingState) and part and any(b.is_meta for b in state.buffers()):

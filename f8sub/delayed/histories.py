@@ -37,8 +37,8 @@ from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.host_copy import HostCopy
 from f8sub.kernels.scales import PriorScale
 from f8sub.torch_compat import (
+    computing_device,
     graph_task,
-    is_dtensor,
     makes_optimizer_state,
     no_dispatch_modes,
     remove_hook,
@@ -431,7 +431,7 @@ class DelayedLayers(LayerGuest):
         for name in layer._f8sub.conversion.names_of(layer):
             forget_missing(layer, name, state_dict, prefix)
             for state in states_of(layer, name):
-                state.come_to(_device_of(own_parameter(layer, name)))
+                state.come_to(computing_device(own_parameter(layer, name)))
 
     @override
     def alike(self, layer: Any) -> dict[str, str]:
@@ -460,11 +460,6 @@ def _record_of(weight: torch.Tensor) -> WeightRecord | None:
     """Return a master weight's record; where modules share it, that of one of them."""
     local = local_tensor(weight)
     return local.record if isinstance(local, MasterWeight) else None
-
-
-def _device_of(weight: torch.Tensor) -> torch.device:
-    """Return the device that multiplies by a weight: under CPU offload its shards are elsewhere."""
-    return torch.device(weight.device_mesh.device_type) if is_dtensor(weight) else weight.device
 
 
 def _left_out(operands: Sequence[str]) -> str:

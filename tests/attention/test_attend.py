@@ -11,14 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.attention import cudnn
 from f8sub.attention.ops import attention, attention_backward
-from f8sub.attention.state import CHILD
+from f8sub.attention.state import CHILD, AttentionState
 from f8sub.convert.attention import attention_modules
+from f8sub.torch_compat import states_follow_parameters
 from tests.attention.models import Attention, Block, blocks, gradients, same, tokens
 from tests.budgets import decibels
 from tests.selection import long_but
@@ -407,6 +411,24 @@ def test_blocks_that_are_compiled_on_meta_attend_once_they_are_loaded(load, tmp_
     for seed in range(2):
         assert same(gradients(model, tokens(seed=seed)), gradients(expected, tokens(seed=seed)))
     assert (state_of(model[0].attention).history[:2] > 0).all()
+
+
+def test_histories_leave_meta_for_the_device_that_gathers_offloaded_shards(monkeypatch):
+    """Shards of ``CPUOffloadPolicy`` lie on the CPU, and attention runs on the GPU of their mesh."""
+    with torch.device("meta"):
+        model = nn.Sequential(Attention())
+    in_float8(model)
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    for layer in model[0].children():
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            local = torch.empty(parameter.shape)
+            spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
+            layer._parameters[name] = nn.Parameter(DTensor(local, spec, requires_grad=False))
+    asked = []
+    # Without a GPU no tensor can lie there.
+    monkeypatch.setattr(AttentionState, "come_to", lambda state, device: asked.append(device.type))
+    states_follow_parameters(model)
+    assert set(asked) == {"cuda"}
 
 
 def test_attention_that_is_the_whole_model_leaves_meta_when_it_is_loaded():

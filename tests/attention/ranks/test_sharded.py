@@ -4,14 +4,17 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import f8sub
 from f8sub.attention.state import CHILD
-from tests.attention.models import Attention, blocks, gradients, same, tokens
+from tests.attention.models import WIDTH, Attention, blocks, gradients, same, tokens
+from tests.selection import long_but
 
 
 def in_float8(model: nn.Module, **options) -> nn.Module:
@@ -46,6 +49,58 @@ def test_fsdp_is_bitwise_the_unsharded_model(rank, world, float8_layers):
     history = getattr(sharded[0].attention, CHILD).history
     assert torch.equal(history, getattr(plain[0].attention, CHILD).history)
     assert (history[:3] > 0).all()
+
+
+def trained_on(
+    device: str, recipe: str | None, backward: str, histories: bool, compiled: bool
+) -> list[torch.Tensor]:
+    """Losses, weights and histories of a model that begins with a state dict, assigned where it is on meta."""
+    first = torch.device(device)
+    with first:
+        model = blocks()
+    if recipe is not None:
+        f8sub.convert_to_float8(model, recipe, min_dim=0)
+    in_float8(model, backward=backward)
+    for block in model:
+        if compiled:
+            block.compile(backend="eager", fullgraph=first.type == "meta")
+        fully_shard(block)
+    fully_shard(model)
+    named, values = dict(model.named_parameters()), blocks().state_dict()
+    given = {n: distribute_tensor(v, named[n].device_mesh, named[n].placements) for n, v in values.items()}
+    if histories:
+        rows = {n: b for n, b in model.state_dict().items() if n not in values}
+        given |= {n: torch.full(b.shape, 0.5) for n, b in rows.items()}
+    model.load_state_dict(given, assign=first.type == "meta", strict=False)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-3), []
+    for step in range(3):
+        if recipe is not None:
+            f8sub.precompute_scales(model)
+        loss = (model(tokens(seed=2 * step + dist.get_rank())) * torch.linspace(-1, 1, WIDTH)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    model.reshard()
+    return [*losses, *whole(model.parameters()), *model.buffers()]
+
+
+ON_META = [(None, "float8", False), ("delayed", "float8", True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("recipe", "backward", "histories"),
+    long_but(ON_META, [*ON_META, (None, "float8", True), ("delayed", "bf16", False), ("tensorwise", "float8", False)]),
+)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_sharded_model_on_meta_trains_on_a_state_dict_that_is_assigned(
+    rank, world, recipe, backward, histories, compiled
+):
+    found, expected = (trained_on(d, recipe, backward, histories, compiled) for d in ("meta", "cpu"))
+    assert same(found, expected)
 
 
 def test_heads_on_ranks_of_their_own(rank, world):

@@ -164,7 +164,7 @@ def drop_high_precision(model: torch.nn.Module) -> None:
 
     For inference (``model.requires_grad_(False)`` first) and for frozen parts of a model in training. The
     high-precision values are gone for good, those of a sharded weight once it was gathered the next time: load and
-    initialize before.
+    initialize before. What FSDP2 has gathered is resharded first.
 
     Raises:
         Float8ConfigError: the model has no layer converted with ``primary_weights=True``.

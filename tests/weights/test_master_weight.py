@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.graph import increment_version
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import f8sub
 from tests import layers
+from tests.compiling import past_dispatch
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
+from tests.kernels.interpreted import interpreted
 from tests.layers import on_each_recipe
 
 ROWS, COLS = layers.N, layers.K
@@ -134,6 +137,36 @@ def test_a_compiled_function_that_writes_is_seen(fresh_compiler):
 
     grow(model[0].weight)
     assert torch.equal(model(x), fresh_output(model, "tensorwise", x))
+
+
+@interpreted
+@pytest.mark.parametrize("of", ["parameter", "data"])
+def test_a_kernel_in_compiled_code_is_seen_once_torch_is_told_outside_of_it(of):
+    """Torch counts no version for kernels of users' own, and drops the call where it is inside of compiled code."""
+    from tests.weights import users_kernel
+
+    def tell_inside(weight: torch.Tensor) -> None:
+        users_kernel.scale(weight)
+        increment_version(weight)
+
+    for function, told, is_seen in (
+        (users_kernel.scale, False, False),
+        (users_kernel.scale, True, True),
+        (tell_inside, False, False),
+    ):
+        torch._dynamo.reset()
+        model, x = made(), x_of()
+        before, weight = model(x), model[0].weight
+        with torch.no_grad(), users_kernel.interpreted() as runs:
+            values = weight.detach().clone() * 20.0
+            run = torch.compile(function, backend=past_dispatch, fullgraph=True)
+            run(weight if of == "parameter" else weight.data)
+        assert runs.call_count == 1
+        assert torch.equal(weight.detach().clone(), values)
+        if told:
+            increment_version(weight)
+        expected = fresh_output(model, "tensorwise", x) if is_seen else before
+        assert torch.equal(model(x), expected)
 
 
 def weights_cast(model: nn.Module, run) -> int:

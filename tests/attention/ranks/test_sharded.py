@@ -93,7 +93,10 @@ ON_META = [(None, "float8", False), ("delayed", "float8", True)]
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("recipe", "backward", "histories"),
-    long_but(ON_META, [*ON_META, (None, "float8", True), ("delayed", "bf16", False), ("tensorwise", "float8", False)]),
+    long_but(
+        ON_META,
+        [*ON_META, (None, "float8", True), ("delayed", "bf16", False), ("tensorwise", "float8", False)],
+    ),
 )
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_sharded_model_on_meta_trains_on_a_state_dict_that_is_assigned(

@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from tests.budgets import decibels
-from tests.compiling import whole
+from tests.compiling import past_dispatch, whole
 from tests.data_sets import gaussian, generator
 from tests.models import Stack, seed_weights, shard, silenced
 from tests.selection import long_but
@@ -123,27 +121,16 @@ def by_a_kernel(weight: torch.Tensor) -> None:
         memory[:] = [20.0 * value for value in memory]
 
 
+def by_a_kernel_that_is_told(model: nn.Module, folder: str) -> None:
+    """What docs/checkpoints_and_faults.md says to do, with the parameter, which FSDP2 has as a DTensor."""
+    by_a_kernel(local(model))
+    torch.autograd.graph.increment_version(model.layers[0].weight)
+
+
 def bypassing_dispatch(weight: torch.Tensor) -> None:
     """Where no operator of the weight's shows it, as generated code does."""
     with torch._C._DisableTorchDispatch():
         torch.ops.aten.mul_.Scalar(weight, 20.0)
-
-
-def past_dispatch(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-    """A backend of torch.compile whose code writes to memory as Inductor's does: no operator shows it, and no version.
-
-    AOTAutograd counts a version then, of what the compiled function was called with.
-    """
-
-    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        def run(*args: object) -> object:
-            tensors = tuple(each for each in args if isinstance(each, torch.Tensor))  # and DTensors' meshes
-            with torch._C._DisableTorchDispatch(), torch.autograd._unsafe_preserve_version_counter(tensors):
-                return graph(*args)
-
-        return make_boxed_func(run)
-
-    return aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(graph, inputs)
 
 
 def compiled(
@@ -169,6 +156,7 @@ MUTATIONS: dict[str, Mutation] = {
     "adamw-fused": optimizer_step(torch.optim.AdamW, lr=3.0, fused=True),
     "sgd": optimizer_step(torch.optim.SGD, lr=3e3),
     "kernel-of-its-own": optimizer_step(Writing, write=by_a_kernel),
+    "kernel-and-version": by_a_kernel_that_is_told,
     "bypassing-dispatch": optimizer_step(Writing, write=bypassing_dispatch),
     "load_state_dict": load_state_dict,
     "set_model_state_dict": set_state_dict,

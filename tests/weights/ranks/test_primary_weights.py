@@ -289,7 +289,9 @@ def test_weights_that_fsdp2_keeps_gathered_are_dropped_and_not_restored(rank, wo
     f8sub.drop_high_precision(given)
     assert torch.equal(model(x), expected)
     GATHERED[how](model, x)
-    with pytest.raises(f8sub.Float8ConfigError, match="its weight is sharded; load the adapters into a model"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="its weight is sharded; load the adapters into a model"
+    ):
         f8sub.restore_high_precision(given)
     model.reshard()
     model[1].reshard()
@@ -305,7 +307,9 @@ def test_weights_that_fsdp2_keeps_gathered_are_dropped_and_not_restored(rank, wo
 def test_values_that_wait_to_be_dropped_are_not_restored_either(rank, world):
     model = shard(made("rowwise", primary=True).requires_grad_(False))
     f8sub.drop_high_precision(model)
-    with pytest.raises(f8sub.Float8ConfigError, match="its weight is sharded; load the adapters into a model"):
+    with pytest.raises(
+        f8sub.Float8ConfigError, match="its weight is sharded; load the adapters into a model"
+    ):
         f8sub.restore_high_precision(model)
 
 

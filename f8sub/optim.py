@@ -10,11 +10,10 @@ import torch
 
 from f8sub.convert.primary_weights import is_primary, reread_shards, take_master
 from f8sub.errors import Float8ConfigError
-from f8sub.torch_compat import gathered_among
 from f8sub.weights.fused_step import FusedStep
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.primary_weight import like_sharded
-from f8sub.weights.weight import exported, local_tensor, master_of, refuse_gathered
+from f8sub.weights.weight import exported, local_tensor, master_of, refuse_gathered, replaced_by_plain
 
 if TYPE_CHECKING:
     from f8sub.weights.conversion import Conversion
@@ -246,10 +245,8 @@ class MasterWeights(torch.optim.Optimizer):
             values.copy_(torch.where(now == values.to(now.dtype), values, now.to(values.dtype)))
 
         for conversion in conversions_of(self._masters):
-            for record in conversion:
-                found = record.parameter
-                if type(found) is torch.nn.Parameter and found.requires_grad and not gathered_among([found]):
-                    raise _no_longer_primary(f"{record.fqn}.{record.name}")
+            if (record := replaced_by_plain(conversion)) is not None:
+                raise _no_longer_primary(f"{record.fqn}.{record.name}")
 
     @torch.no_grad()
     def _round(self) -> None:

@@ -18,7 +18,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -26,7 +26,13 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8Warning
 from f8sub.formats import Float8Format, Operand, lies_in_rows
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import bound_hook, gathered_parameters, is_dtensor, is_swapped_with_itself
+from f8sub.torch_compat import (
+    bound_hook,
+    gathered_among,
+    gathered_parameters,
+    is_dtensor,
+    is_swapped_with_itself,
+)
 from f8sub.weights.layout import ALONG_ROWS, cannot_be_gathered
 
 if TYPE_CHECKING:
@@ -330,6 +336,18 @@ def refuse_gathered(call: str, optimizer: torch.optim.Optimizer) -> None:
     """
     if found := gathered_parameters(optimizer):
         raise Float8ConfigError(f"{call}: {of_gathered(optimizer, found)}")
+
+
+def replaced_by_plain(records: Iterable[WeightRecord]) -> WeightRecord | None:
+    """Return the first record whose module has a plain parameter that learns, and that FSDP2 did not gather."""
+    plain = {
+        id(parameter): (record, parameter)
+        for record in records
+        if type(parameter := record.parameter) is torch.nn.Parameter and parameter.requires_grad
+    }
+    for gathered in gathered_among(parameter for _, parameter in plain.values()):
+        del plain[id(gathered)]
+    return next((record for record, _ in plain.values()), None)
 
 
 def of_gathered(optimizer: torch.optim.Optimizer, found: Sequence[torch.Tensor]) -> str:

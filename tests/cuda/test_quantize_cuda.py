@@ -258,3 +258,23 @@ def test_compiled_by_inductor(recipe, operand, dtype):
             count = len(expected.tensors)
             assert_same_bits(unflat(Operand.of(expected.format, *found[:count])), expected)
             found = found[count:]
+
+
+def product_of_large_numbers(gate: torch.Tensor, up: torch.Tensor, formats: tuple) -> list[torch.Tensor]:
+    return both_usages(torch.nn.functional.silu(gate) * up, formats)
+
+
+@on_each_dtype
+def test_products_of_large_numbers_are_cast_as_they_are(dtype):
+    """Inductor multiplies and casts in one kernel, whose fused instructions keep what a product's rounding drops."""
+    formats = f8sub.get_recipe("tensorwise").formats("dy")
+    gate, up = (make("gaussian", (144, 304), seed, dtype) * size for seed, size in ((5, 1), (6, 2.0**12)))
+    if dtype != torch.float16:
+        gate, up = gate * 2.0**40, up * 2.0**40
+    torch._dynamo.reset()
+    codes, scale_inv = torch.compile(product_of_large_numbers, fullgraph=True)(gate.cuda(), up.cuda(), formats)[:2]
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    found = codes.cpu().double() * scale_inv.cpu().double()
+    # Half a step of e5m2, and the roundings of the dtype.
+    near = (found - exact).abs() <= exact.abs() * 2**-3 * 1.1 + scale_inv.cpu().double() * 2.0**-16
+    assert near.all()

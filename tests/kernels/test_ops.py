@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from f8sub import ALL, Float8Format, Operand, ScaleRule, Tile
 from f8sub.formats import E2M1
@@ -280,3 +281,38 @@ def test_amaxes_in_a_graph_leave_out_what_is_not_finite(formats, dtype):
     for matrix in (x, torch.full_like(x, torch.nan), x[3:4], x[:0]):
         assert torch.equal(found(matrix), scales.finite_amax(matrix, tile))
         assert found(matrix).dtype == torch.float32
+
+
+def a_difference(a: torch.Tensor, b: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of what is left of ``b`` in a sum, which Inductor has before and after it rounds the sum, and the sum."""
+    total = a + b
+    return quantize(total - a, format, None, any_layout=True).rowwise.data, total
+
+
+def a_product(a: torch.Tensor, b: torch.Tensor, format: Float8Format) -> tuple[torch.Tensor]:
+    return (quantize(a * b, format, None, any_layout=True).rowwise.data,)
+
+
+@pytest.mark.parametrize("what", ["difference", "subnormal product"])
+def test_casts_of_numbers_that_the_amax_was_not_taken_of_stay_finite(what):
+    """Compiled code computes x in two kernels, and rounds it to its dtype in one of them alone."""
+    format = Float8Format(torch.float8_e5m2, Tile(ALL, ALL))
+    if what == "difference":
+        a, b = gaussian((64, 1), generator(1)) * 1000, gaussian((64, 64), generator(2)) * 0.3
+        function, given = a_difference, (a.bfloat16(), b.bfloat16())
+    else:
+        # Up to 1.4 times the smallest float16, to which it is rounded.
+        b = torch.linspace(0.0, 1.4, 64 * 64).view(64, 64)
+        function, given = a_product, ((torch.ones(64, 1) * 2**-12).half(), (b * 2**-12).half())
+    torch._dynamo.reset()
+    codes, *_ = torch.compile(function, fullgraph=True)(*given, format)
+    assert codes.float().isfinite().all()
+    assert codes.float().abs().max() == format.max
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+def test_a_cast_has_no_difference_that_a_gpu_fuses_with_the_product_before_it(dtype):
+    """``p * q - p * q`` is the product's rounding error there, which a small scale makes larger than the codes."""
+    x, scale = gaussian((4, 4), generator(1)), torch.ones(1, 1)
+    found = make_fx(functools.partial(reference.cast, dtype=dtype))(x, scale)
+    assert {node.target for node in found.graph.nodes} & {torch.ops.aten.sub.Tensor} == set()

@@ -1,6 +1,7 @@
 """graph_step: a training step that is captured as a CUDA graph and replayed, which the host launches by one call."""
 
 import gc
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -236,6 +237,10 @@ class GraphedStep:
         if self._conversions:
             # At the beginning, so that weights that were loaded or changed since the last step are read as they are.
             precompute_scales(self._parts)
+            # What is gathered between two steps, as in an evaluation, is no sign of a call that was forgotten. Here,
+            # because exchanges are made with the first scales.
+            for exchange in itertools.chain.from_iterable(c.exchanges.values() for c in self._conversions):
+                exchange.expect_late_scales()
         with self._looking_at("function"):
             found = self._function(*args, **kwargs)
         if self._captured_optimizer is not None and self._rates is not None:
@@ -280,9 +285,6 @@ class GraphedStep:
         self._conversions = conversions_of(seen) if seen else []
         for conversion in self._conversions:
             self._warmup = max(self._warmup, *(guest.launched_before_capture for guest in conversion.guests))
-            for exchange in conversion.exchanges.values():
-                # The step itself calls precompute_scales, at its beginning: it is not forgotten after the optimizer.
-                exchange.expect_late_scales()
         self._send_rates()
 
     def _send_rates(self) -> None:

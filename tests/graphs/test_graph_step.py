@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,30 @@ def test_of_sharded_weights_too(ranks, world, recipe, gradients):
         assert how == ["launched"] * 3 + ["captured"] + ["replayed"] * (STEPS - 4)
         assert launched[-1] != launched[0]
         assert replayed == launched
+
+
+def evaluated_between(rank: int, world: int) -> tuple[list[float], list[float], list[str]]:
+    def train(evaluates: bool) -> list[float]:
+        model = shard(small("tensorwise"), BF16)
+        step, losses = f8sub.graph_step(forward_backward_of(model), model, adamw(model)), []
+        for index in range(3):
+            losses.append(step(*batch_of(index, rank)).item())
+            if evaluates:
+                with torch.no_grad():
+                    model.eval()(batch_of(index, rank)[0])
+                model.train()
+        return losses
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return train(False), train(True), [str(w.message) for w in caught if w.category is f8sub.Float8Warning]
+
+
+def test_an_evaluation_after_any_step_changes_nothing_and_asks_for_no_scales(ranks):
+    """Users of ``graph_step`` are told not to call ``precompute_scales``."""
+    for without, losses, warned in ranks(2, evaluated_between):
+        assert losses == without
+        assert warned == []
 
 
 def step_of(

@@ -187,6 +187,33 @@ def test_a_step_that_raises_loses_no_gradient():
     assert all(parameter.grad is not None for parameter in pair.models[0].parameters())
 
 
+@interpreted
+def test_hooks_after_a_step_see_its_gradients_and_one_that_raises_leaves_none_behind():
+    """A hook of before ``fuse_step``, such as ``register_precompute_hook``'s, which raises where a weight is NaN."""
+    model, seen = network(), []
+
+    def hook(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        seen.append(all(parameter.grad is not None for parameter in model.parameters()))
+        if len(seen) == 2:
+            raise RuntimeError("planned")
+
+    optimizer = adamw(model)
+    optimizer.register_step_post_hook(hook)
+    fuse_step(optimizer)
+    give_gradients(model, 0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="planned"):
+        optimizer.step()
+    assert seen == [True, True]
+    optimizer.zero_grad()
+    first, last = model[0].weight, model[2].weight
+    before = first.detach().clone(), last.detach().clone()
+    last.grad = torch.ones_like(last)
+    optimizer.step()
+    assert torch.equal(first, before[0])
+    assert not torch.equal(last, before[1])
+
+
 def test_on_a_cpu_torch_steps_and_clips():
     pair = Pair()
     for seed in range(2):

@@ -2,11 +2,11 @@
 # # Tutorial: from pretraining to serving
 #
 # One small model through every stage: convert, train, watch the numerics, save, resume, export for an inference
-# engine, and fine-tune on the served weights. It runs in about 20 seconds on a CPU. On GPUs the same
-# code uses float8 hardware.
+# engine, and fine-tune on the served weights. It takes 20 seconds on a CPU. On GPUs the same code uses float8
+# hardware.
 #
-# Run it as a script (`python docs/tutorial.py`), as a [notebook](tutorial.ipynb), or paste its blocks one after
-# another.
+# Install `pip install -e '.[train,trainers]'`. Run it as a script (`python docs/tutorial.py`), as a
+# [notebook](tutorial.ipynb), or paste its blocks in order.
 
 # %% [markdown]
 # ## 1. A model and some text

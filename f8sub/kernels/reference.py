@@ -70,8 +70,9 @@ def cast(
     overflows to infinity). With ``fits`` nothing is: the scale is that of the current amax, with which no finite
     product exceeds the largest code by more than a factor of ``1 + 2**-23``, and rounding takes that to the code.
     ``x * 0`` is 0 for a finite element and NaN for any other, which keeps NaN and infinity visible, in place, as NaN
-    codes; of the sign of ``x``, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond 1.9 * 2**127 the nearest
-    code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest number of it.
+    codes; its sign is that of ``x``, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond
+    1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest
+    number of it.
     """
     exact = x.float()
     scaled = exact * scale
@@ -214,9 +215,9 @@ def _as_stored(
     if format.hadamard is not None:
         x = fp4.rotate(x, format.hadamard)
     made, largest = _scales(x, format, tile, prior, reduce)
-    # A scale of two levels is rounded, also upward. And Inductor may round x in the kernel of the amax and not in that of
-    # the cast, or the other way: where x is a small difference, that is another number. Casts in code that it compiles
-    # for a GPU saturate; on a CPU e5m2 becomes infinite.
+    # A scale of two levels is rounded, also upward. And Inductor may round x in the kernel of the amax and not in that
+    # of the cast, or the other way: where x is a small difference, that is another number. Casts in code that it
+    # compiles for a GPU saturate; on a CPU e5m2 becomes infinite.
     fits = prior is None and x.is_cuda and not format.scale_rule.has_global
     data = codes_as_stored(x, spread(made.scale, tile, x.shape), format, fits=fits)
     return Operand(data, made.scale_inv, format, made.global_scale_inv), largest

@@ -272,7 +272,9 @@ def test_products_of_large_numbers_are_cast_as_they_are(dtype):
     if dtype != torch.float16:
         gate, up = gate * 2.0**40, up * 2.0**40
     torch._dynamo.reset()
-    codes, scale_inv = torch.compile(product_of_large_numbers, fullgraph=True)(gate.cuda(), up.cuda(), formats)[:2]
+    codes, scale_inv = torch.compile(product_of_large_numbers, fullgraph=True)(
+        gate.cuda(), up.cuda(), formats
+    )[:2]
     exact = torch.nn.functional.silu(gate.double()) * up.double()
     found = codes.cpu().double() * scale_inv.cpu().double()
     # Half a step of e5m2, and the roundings of the dtype.

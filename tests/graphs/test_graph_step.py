@@ -144,7 +144,11 @@ def evaluated_between(rank: int, world: int) -> tuple[list[float], list[float], 
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return train(False), train(True), [str(w.message) for w in caught if w.category is f8sub.Float8Warning]
+        return (
+            train(False),
+            train(True),
+            [str(w.message) for w in caught if w.category is f8sub.Float8Warning],
+        )
 
 
 def test_an_evaluation_after_any_step_changes_nothing_and_asks_for_no_scales(ranks):

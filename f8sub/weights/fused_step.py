@@ -109,7 +109,8 @@ class FusedStep:
         self._pre = optimizer.register_step_pre_hook(self._before)
         self._post = optimizer.register_step_post_hook(self._after)
         # Before all others, which read gradients, or raise an error and would leave them hidden.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._post.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._post.id, last=False)
         # An optimizer holds this by its hooks, and MasterWeights the optimizer.
         self._optimizer, self._of_model = weakref.ref(optimizer), weakref.ref(of_model)
         self.optimizers.add(optimizer)

@@ -5,8 +5,8 @@
 # engine, and fine-tune on the served weights. It takes 20 seconds on a CPU. On GPUs the same code uses float8
 # hardware.
 #
-# Install `pip install -e '.[train,trainers]'`. Run it as a script (`python docs/tutorial.py`), as a
-# [notebook](tutorial.ipynb), or paste its blocks in order.
+# Install `pip install -e '.[train,trainers]'`. Run `python docs/tutorial.py` or the [notebook](tutorial.ipynb), or
+# paste the blocks in order.
 
 # %% [markdown]
 # ## 1. A model and some text

@@ -1212,6 +1212,12 @@ def states_follow_parameters(module: torch.nn.Module, *_: Any) -> None:
             state.come_to(next(near, torch.device("meta")))
 
 
+def call_first(hook: "torch.utils.hooks.RemovableHandle") -> None:
+    """Have a hook called before the others that were registered at the same place."""
+    hooks: Any = hook.hooks_dict_ref()
+    hooks.move_to_end(hook.id, last=False)
+
+
 def remove_hook(function: Callable[..., Any], module: torch.nn.Module) -> None:
     """Remove a hook from before or after a module's forward; its arguments may be bound by ``functools.partial``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from f8sub.capture import current_capture
 from f8sub.kernels.triton import adamw_launch
 from f8sub.kernels.triton.adamw_launch import Options, Scalars, Stepped
-from f8sub.torch_compat import is_dtensor, untraced
+from f8sub.torch_compat import call_first, is_dtensor, untraced
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import has_closure
 from f8sub.weights.shard import KnownAmax, Shard
@@ -108,9 +108,8 @@ class FusedStep:
         self._amaxes: torch.Tensor | None = None
         self._pre = optimizer.register_step_pre_hook(self._before)
         self._post = optimizer.register_step_post_hook(self._after)
-        # Before all others, which read gradients, or raise an error and would leave them hidden.
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(self._post.id, last=False)
+        # Others read gradients, or raise an error and would leave them hidden.
+        call_first(self._post)
         # An optimizer holds this by its hooks, and MasterWeights the optimizer.
         self._optimizer, self._of_model = weakref.ref(optimizer), weakref.ref(of_model)
         self.optimizers.add(optimizer)

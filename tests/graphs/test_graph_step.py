@@ -672,3 +672,47 @@ def test_of_tensor_parallel_layers(ranks, world, recipe, plan):
         assert how == "replayedNone"
         assert launched[-1] != launched[0]
         assert replayed == launched
+
+
+def with_averages(rank: int, world: int) -> list[list[object]]:
+    """Losses and histories: without an evaluation of other weights after steps, with it, and as graphs.md says."""
+
+    def trained(evaluates: bool, rolls: bool) -> list[object]:
+        torch.manual_seed(0)
+        model = nn.Sequential(FeedForward())
+        f8sub.convert_to_float8(model, recipe="delayed", skip_defaults=False)
+        fully_shard(model[0])  # FSDP2 leaves a root's own parameters gathered after an evaluation
+        fully_shard(model)
+
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        step, rng, found = f8sub.graph_step(forward_backward, model, adamw(model, lr=1e-2)), generator(rank), []
+        for _ in range(STEPS):
+            x = gaussian((2, 12, WIDTH), rng)
+            found.append(step(x).item())
+            if not evaluates:
+                continue
+            if rolls:
+                f8sub.precompute_scales(model)
+            with torch.no_grad():
+                own = [parameter.detach().clone() for parameter in model.parameters()]
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+                model(x)
+                for parameter, value in zip(model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+        f8sub.precompute_scales(model)
+        return [*found, *(buffer.tolist() for buffer in model.buffers())]
+
+    return [trained(False, False), trained(True, False), trained(True, True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_averaged_weights_of_delayed_scaling_under_fsdp2(ranks, world):
+    """graphs.md: ``precompute_scales`` before they are swapped in keeps their amaxes out of the histories."""
+    for usual, mixed, apart in ranks(world, with_averages):
+        assert apart == usual
+        assert mixed != usual

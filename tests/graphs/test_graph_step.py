@@ -689,7 +689,11 @@ def with_averages(rank: int, world: int) -> list[list[object]]:
             loss.backward()
             return loss
 
-        step, rng, found = f8sub.graph_step(forward_backward, model, adamw(model, lr=1e-2)), generator(rank), []
+        step, rng, found = (
+            f8sub.graph_step(forward_backward, model, adamw(model, lr=1e-2)),
+            generator(rank),
+            [],
+        )
         for _ in range(STEPS):
             x = gaussian((2, 12, WIDTH), rng)
             found.append(step(x).item())

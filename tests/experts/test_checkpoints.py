@@ -276,8 +276,13 @@ def test_compiled_code_where_no_forward_of_a_module_runs():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "fullgraph"),
+    long_but(
+        [(torch.float32, True), (torch.bfloat16, False)],
+        product([torch.float32, torch.bfloat16], [True, False]),
+    ),
+)
 def test_compiled_code_that_cannot_tell_recipes_apart(dtype, fullgraph):
     """Where graphs may break the error does not break one: pieces would compute in high precision, or not at all."""
     model = nn.Sequential(OrderedDict(first=Wide(), second=Wide())).to(dtype)

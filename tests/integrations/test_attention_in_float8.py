@@ -29,6 +29,7 @@ from f8sub.integrations.lightning import Float8Callback as LightningCallback
 from f8sub.integrations.torchao import take_over
 from f8sub.integrations.transformers import Float8Callback, Float8TrainingConfig
 from tests.recipes.test_trainers import as_torchrun_would, let_accelerate_shard_on_cpus
+from tests.selection import long_but
 
 STEPS = 2
 """Before the checkpoint, and again after it."""
@@ -312,7 +313,7 @@ def by_trainer(rank: int, world: int, folder: str, kind: str) -> None:
 
 
 @pytest.mark.own_ranks
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("kind", long_but(["SHARDED_STATE_DICT"], ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]))
 def test_a_sharded_run_of_transformers_resumes_bitwise(ranks, tmp_path, kind):
     ranks(2, by_trainer, str(tmp_path), kind)
     if kind == "FULL_STATE_DICT":

@@ -607,7 +607,7 @@ def trained(arguments: argparse.Namespace) -> dict[str, Any]:
     endings = [ending for ending in VARIANTS if getattr(arguments, ending.strip("-"))]
     variants = [recipe + ending for ending in endings for recipe in arguments.recipes if recipe not in PEERS]
     kind = SIZES[arguments.size]
-    yardstick = HALVES if ON_GPU.keys() <= kind.keys() and EXPERTS.keys().isdisjoint(kind) else YARDSTICK
+    yardstick = YARDSTICK if kind is ON_CPU or kind.keys() >= EXPERTS.keys() else HALVES
     names = [BASELINE, yardstick, *arguments.recipes, *variants]
     train_missing(results, [Run(arm, seed) for seed in seeds for arm in names], arguments.jobs)
     kept = {arm: [results.load(Run(arm, seed)) for seed in seeds] for arm in names}

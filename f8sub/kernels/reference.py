@@ -54,12 +54,7 @@ def spread(
 
 
 def cast(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    rounding: Rounding = Rounding.NEAREST,
-    *,
-    fits: bool = False,
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rounding: Rounding = Rounding.NEAREST
 ) -> torch.Tensor:
     """Codes of ``x``: ``float32(x) * scale`` rounded to a float8, to the nearest, ties to even; or to an e2m1.
 
@@ -67,8 +62,7 @@ def cast(
     e2m1 are uint8, one an element, rounded as ``rounding`` says.
 
     Clamped explicitly: torch's own casts differ by version and dtype (2.13 on a CPU: e4m3 turns infinity into 448, e5m2
-    overflows to infinity). With ``fits`` nothing is: the scale is that of the current amax, with which no finite
-    product exceeds the largest code by more than a factor of ``1 + 2**-23``, and rounding takes that to the code.
+    overflows to infinity). And Inductor may round x in the kernel of the amax and not in that of the cast.
     ``x * 0`` is 0 for a finite element and NaN for any other, which keeps NaN and infinity visible, in place, as NaN
     codes; its sign is that of ``x``, so that -0 stays -0. e2m1 has no NaN: there the tile's scale is. Beyond
     1.9 * 2**127 the nearest code can stand for 2**128, which float32 has not: ``dequantize`` makes float32's largest
@@ -78,18 +72,14 @@ def cast(
     scaled = exact * scale
     if dtype == E2M1:
         return fp4.cast(scaled, rounding)
-    if not fits:
-        top = torch.finfo(dtype).max
-        scaled = scaled.clamp(-top, top)
+    top = torch.finfo(dtype).max
     # Not ``x - x``: where x is a product, Triton fuses that to the product's rounding error.
-    return (scaled + exact * 0.0).to(dtype)
+    return (scaled.clamp(-top, top) + exact * 0.0).to(dtype)
 
 
-def codes_as_stored(
-    x: torch.Tensor, scale: torch.Tensor, format: Float8Format, *, fits: bool = False
-) -> torch.Tensor:
+def codes_as_stored(x: torch.Tensor, scale: torch.Tensor, format: Float8Format) -> torch.Tensor:
     """``cast`` as ``Operand.data`` holds it: contiguous, two e2m1 codes in a byte."""
-    codes = cast(x, scale, format.dtype, format.rounding, fits=fits)
+    codes = cast(x, scale, format.dtype, format.rounding)
     return fp4.pack(codes) if format.dtype == E2M1 else codes.contiguous()
 
 
@@ -215,11 +205,7 @@ def _as_stored(
     if format.hadamard is not None:
         x = fp4.rotate(x, format.hadamard)
     made, largest = _scales(x, format, tile, prior, reduce)
-    # A scale of two levels is rounded, also upward. And Inductor may round x in the kernel of the amax and not in that
-    # of the cast, or the other way: where x is a small difference, that is another number. Casts in code that it
-    # compiles for a GPU saturate; on a CPU e5m2 becomes infinite.
-    fits = prior is None and x.is_cuda and not format.scale_rule.has_global
-    data = codes_as_stored(x, spread(made.scale, tile, x.shape), format, fits=fits)
+    data = codes_as_stored(x, spread(made.scale, tile, x.shape), format)
     return Operand(data, made.scale_inv, format, made.global_scale_inv), largest
 
 

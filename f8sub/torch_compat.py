@@ -894,6 +894,91 @@ def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) 
     getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
 
 
+Copy = Callable[[Sequence[torch.Tensor], torch.Tensor], bool]
+"""Copies gradients as ``chunk_cat`` does along dimension 0 into (ranks, elements of a rank), or returns False."""
+
+
+def copy_gradients(
+    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool], copy: Copy
+) -> None:
+    """Have FSDP2 copy the gradients that it reduces with those of ``weights`` by ``copy``, and all else as before.
+
+    FSDP2 asks its reduce-scatter for a flat input, copies gradients into it by one of ``CHUNK_CATS``, asks for the
+    output and has the one reduced into the other. A group keeps a reduce-scatter that is not torch's own, and each
+    keeps its own where torch's FSDP2 is not as ``REDUCTION`` has it.
+
+    Args:
+        weights: modules and names of parameters, each of which FSDP2 shards or does not.
+        takes: whether gradients on a device are copied so.
+        copy: see ``Copy``.
+    """
+    if problems(REDUCTION):
+        return
+    for group, _ in parameter_groups(dict.fromkeys(weights)):
+        comm, is_default = reduce_scatter_of(group)
+        if is_default and takes(group.device) and not hasattr(comm, "copies_by"):
+            group._reduce_scatter_comm = _copying(type(comm))()
+            group._reduce_scatter_comm.copies_by = copy
+
+
+@functools.cache
+def _copying(default: type[Any]) -> type[Any]:
+    """Return torch's own reduce-scatter with another copy of gradients."""
+
+    # By the name and the class, code that looks for torch's own finds that.
+    class DefaultReduceScatter(default):  # type: ignore[misc]
+        copies_by: Copy
+        is_filled = False
+
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+            """Return the input; once that is filled, the output."""
+            plain: torch.Tensor = super().allocate(size, dtype=dtype, device=device)
+            filled, self.is_filled = self.is_filled, False
+            return plain if filled else _InputBuffer(plain, self)
+
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *how: Any, **named: Any
+        ) -> Any:
+            plain = input_tensor.plain if isinstance(input_tensor, _InputBuffer) else input_tensor
+            return super().__call__(output_tensor, plain, *how, **named)
+
+    return DefaultReduceScatter
+
+
+class _InputBuffer(torch.Tensor):
+    """FSDP2's flat input of a reduce-scatter, or its view that is filled; operators see the memory, ``plain``."""
+
+    __torch_function__ = no_torch_function
+
+    plain: torch.Tensor
+    comm: Any
+
+    @staticmethod
+    def __new__(cls: type["_InputBuffer"], plain: torch.Tensor, comm: Any) -> "_InputBuffer":
+        """Stand for ``plain``, which ``comm`` allocated."""
+        self: _InputBuffer = torch.Tensor._make_wrapper_subclass(
+            cls, plain.shape, dtype=plain.dtype, device=plain.device
+        )
+        self.plain, self.comm = plain, comm
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # The view that FSDP2 fills has a row for each rank.
+        if func is torch.ops.aten.view.default and len(args[1]) == 2:
+            return _InputBuffer(args[0].plain.view(args[1]), args[0].comm)
+        if func.name() in CHUNK_CATS and isinstance(out := kwargs.get("out"), _InputBuffer):
+            out.comm.is_filled = True
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if dim == 0 and out.comm.copies_by(args[0], out.plain):
+                return None
+        args, kwargs = tree_map_only(_InputBuffer, lambda each: each.plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
 def no_dispatch_modes() -> AbstractContextManager[Any]:
     """Outside of all dispatch modes, FakeTensorMode among them: tensors made here are real and may be kept."""
     modes: AbstractContextManager[Any] = _no_modes()

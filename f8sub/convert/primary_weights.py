@@ -3,14 +3,13 @@
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from f8sub.convert.checks import Chosen
 from f8sub.errors import Float8ConfigError, Float8Warning, refuse_other_than_a_module
-from f8sub.recipe import Recipe
 from f8sub.recipes import DEFAULT
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import is_dtensor, reshard
@@ -18,6 +17,9 @@ from f8sub.weights.conversion import Conversion, Guest, LayerGuest
 from f8sub.weights.master_weight import Cell, MasterWeight, rowwise_of
 from f8sub.weights.primary_weight import Primary, PrimaryWeight, like_sharded
 from f8sub.weights.weight import WeightRecord, conversion_of, local_tensor, master_of, take_place
+
+if TYPE_CHECKING:
+    from f8sub.recipe import Recipe
 
 
 class PrimaryWeights(Guest):
@@ -90,7 +92,7 @@ def refuse_without_master(chosen: Sequence[Chosen], options: Mapping[str, Any]) 
             )
 
 
-def refuse_delayed(fqn: str, recipe: Recipe) -> None:
+def refuse_delayed(fqn: str, recipe: "Recipe") -> None:
     """Raise a Float8ConfigError for a recipe that scales weights by their past, with ``primary_weights=True``."""
     if recipe.delayed is not None:
         raise Float8ConfigError(

@@ -39,7 +39,14 @@ import torch.distributed as dist
 
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
-from f8sub.torch_compat import after_reductions, gathered_of, graph_task, parameter_groups
+from f8sub.kernels import chunk_cat
+from f8sub.torch_compat import (
+    after_reductions,
+    copy_gradients,
+    gathered_of,
+    graph_task,
+    parameter_groups,
+)
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
@@ -147,6 +154,9 @@ class Exchange:
         new = [record for record in records if record not in self._watched]
         self._watched.update(new)
         after_reductions({(record.module, record.name): opens for record in new})
+        copy_gradients(
+            [(record.module, record.name) for record in new], chunk_cat.runs_on, chunk_cat.copied
+        )
 
     def in_use(self) -> set[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""

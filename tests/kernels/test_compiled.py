@@ -26,6 +26,24 @@ def test_every_kernel():
 
 
 @pytest.mark.long
+def test_copies_of_gradients():
+    """Wide accesses alone: 4096 elements by 256 threads are 2 loads of 16 bytes of bfloat16, and 4 stores of float32."""
+    import re
+
+    import torch
+
+    from f8sub.kernels import chunk_cat
+    from tests.kernels.compiled import compiler
+
+    source = torch.empty(14336 * 4096, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(2 * source.numel(), device="meta")
+    launch = chunk_cat.launching(source, out, 2, source.numel() // 2, source.numel())
+    sass, usage = compiler.disassembled(compiler.compiled(launch).asm["cubin"])
+    assert "LOCAL:0" in usage
+    assert re.findall(r"\b(?:LDG|STG|LDL|STL)[\w.]*", sass) == ["LDG.E.128"] * 2 + ["STG.E.128"] * 4
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [89, 100, 120])
 def test_kernels_run_on_ada_and_blackwell(capability):
     """They compile, and their shared memory is no more than there is: those that use the most, and paired ones.

@@ -1,9 +1,10 @@
-"""Copies gradients to where FSDP2 reduces them, each rank's chunks side by side: ``fsdp::chunk_cat`` with less host time.
+"""Copies gradients to where FSDP2 reduces them: ``fsdp::chunk_cat``, each rank's chunks side by side, by the GPU alone.
 
 torch's operator fills a table on the host with an entry for every few kilobytes, which takes it milliseconds for a
 layer of a large model. Here each gradient is one launch, which needs no table.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from f8sub.kernels.triton import support
 
 if TYPE_CHECKING:
-    from f8sub.kernels.triton.launch import Launch
+    from f8sub.kernels.triton.launch import Launch, Launches
 
 BLOCK = 4096
 """Elements that a program copies."""
@@ -83,17 +84,21 @@ def chunk_cat(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     flat, begin = out.view(-1), 0
     with support.device_of(out):
         for gradient in gradients:
+            source = gradient.view(-1)
             chunk = -(-gradient.shape[0] // ranks) * (gradient.numel() // gradient.shape[0])
-
-            def make(
-                source: torch.Tensor = gradient.view(-1), chunk: int = chunk, begin: int = begin
-            ) -> launch.Launches:
-                return launch.Launches([launching(source, flat[begin:], ranks, chunk, stride)], [], [])
-
-            launch.run(("chunk_cat", ranks, chunk, begin), (gradient.view(-1), flat), make)
+            make = functools.partial(_launches, source, flat, begin, ranks, chunk, stride)
+            launch.run(("chunk_cat", ranks, chunk, begin), (source, flat), make)
             begin += chunk
     if begin != stride:
         raise RuntimeError(f"chunks of {begin} elements were copied into rows of {stride}")
+
+
+def _launches(
+    source: torch.Tensor, flat: torch.Tensor, begin: int, ranks: int, chunk: int, stride: int
+) -> "Launches":
+    from f8sub.kernels.triton.launch import Launches
+
+    return Launches([launching(source, flat[begin:], ranks, chunk, stride)], [], [])
 
 
 def launching(source: torch.Tensor, out: torch.Tensor, ranks: int, chunk: int, stride: int) -> "Launch":

@@ -154,9 +154,7 @@ class Exchange:
         new = [record for record in records if record not in self._watched]
         self._watched.update(new)
         after_reductions({(record.module, record.name): opens for record in new})
-        copy_gradients(
-            [(record.module, record.name) for record in new], chunk_cat.runs_on, chunk_cat.copied
-        )
+        copy_gradients([(record.module, record.name) for record in new], chunk_cat.runs_on, chunk_cat.copied)
 
     def in_use(self) -> set[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.fsdp  # noqa: F401  (registers the operator)
+import torch.distributed.fsdp  # registers the operator
 
 from f8sub.kernels import chunk_cat
 from tests.data_sets import edge_values, gaussian, generator
@@ -18,7 +18,11 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
     rng = generator(5)
     of_edges = torch.cat([values.flatten() for values in edge_values(dtype).values()])
-    return [*(gaussian(shape, rng).to(dtype) for shape in SHAPES), of_edges, gaussian((513,), rng).to(dtype)[1:]]
+    return [
+        *(gaussian(shape, rng).to(dtype) for shape in SHAPES),
+        of_edges,
+        gaussian((513,), rng).to(dtype)[1:],
+    ]
 
 
 def right(given: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def test_every_kernel():
 
 @pytest.mark.long
 def test_copies_of_gradients():
-    """Wide accesses alone: 4096 elements by 256 threads are 2 loads of 16 bytes of bfloat16, and 4 stores of float32."""
+    """Wide accesses alone: 4096 elements by 256 threads are 2 loads of 16 bytes each in bfloat16, 4 in float32."""
     import re
 
     import torch

@@ -1,4 +1,4 @@
-"""Gradients are copied into FSDP2's memory by f8sub's launches, and nothing else changes; their kernel stands aside here."""
+"""Gradients are copied into FSDP2's memory by f8sub, and nothing else changes; here a CPU copies them."""
 
 import contextlib
 from collections import Counter
@@ -119,7 +119,9 @@ class Own:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
         assert type(input_tensor) is torch.Tensor
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 

@@ -917,12 +917,13 @@ def copy_gradients(
     for group, _ in parameter_groups(dict.fromkeys(weights)):
         comm, is_default = reduce_scatter_of(group)
         if is_default and takes(group.device) and not hasattr(comm, "copies_by"):
-            group._reduce_scatter_comm = _copying(type(comm))()
+            default: Any = type(comm)
+            group._reduce_scatter_comm = _copying(default)()
             group._reduce_scatter_comm.copies_by = copy
 
 
 @functools.cache
-def _copying(default: type[Any]) -> type[Any]:
+def _copying(default: Any) -> Any:
     """Return torch's own reduce-scatter with another copy of gradients."""
 
     # By the name and the class, code that looks for torch's own finds that.

@@ -2,8 +2,8 @@
 
 quantize: every Triton quantizer, in GB/s and per cent of a copy's, beside the reference compiled by Inductor.
 gemm: every float8 GEMM of every backend, in TFLOP/s, beside bf16's.
-linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, f8sub, eager and compiled; time of the GPU
-    and of the host, kernels, memory, errors.
+linear: one layer, forward and backward, at a Llama's shapes: bf16, torchao, TransformerEngine, f8sub, eager and
+    compiled; time of the GPU and of the host, kernels, memory, errors.
 experts: every grouped GEMM in TFLOP/s, and a layer's step of gate, up, SwiGLU and down: torch in bf16, torchao, f8sub.
 experts_casts: casts of tokens by the expert they go to, as quantize, of balanced and of uneven groups.
 slice: blocks of a Llama 3 8B under FSDP2, and the whole step with head, loss and AdamW: tokens/s, memory. Without

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from f8sub.weights.weight import local_tensor
+from scripts.bench.gpu import transformer_engine_layers
 from scripts.bench.gpu.checkpoints import checkpointed
 from scripts.bench.gpu.variants import Variant
 
@@ -86,7 +87,7 @@ class Trainer:
 
     Of a graphed variant bfloat16 weights that are not sharded: under FSDP2 ``precompute_scales`` has work to do after
     each step, findings that the host reads for one, and is called between replays, not recorded. ``probes`` are the
-    blocks' first and last weights by name, whose gradients are compared.
+    blocks' first and last weights by name, layers and their parameters, whose gradients are compared.
     """
 
     def __init__(
@@ -114,8 +115,7 @@ class Trainer:
         if variant.graphed:
             self.model.bfloat16()
         self.model = variant.convert(self.model, sharded=not variant.graphed)
-        first, last = self.model.blocks[0], self.model.blocks[-1]
-        self.probes = {"first": first.self_attn.q_proj, "last": last.mlp.down_proj}
+        self.probes = probes(self.model.blocks[0], self.model.blocks[-1])
         for index, block in enumerate(self.model.blocks):
             self.model.blocks[index] = variant.compile(checkpointed(block, checkpoint), device)
         if not variant.graphed:
@@ -172,7 +172,15 @@ class Trainer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Of the probes, this rank's part, on the CPU."""
-        return {name: local_tensor(layer.weight.grad).cpu() for name, layer in self.probes.items()}
+        weights = {name: getattr(layer, weight) for name, (layer, weight) in self.probes.items()}
+        return {name: local_tensor(weight.grad).cpu() for name, weight in weights.items()}
+
+
+def probes(first: nn.Module, last: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Layers of the first block and of the last by name, with the names of their weights; q's rows come first."""
+    if isinstance(first, transformer_engine_layers.Block):
+        return {"first": (first.qkv, "weight"), "last": (last.mlp, "fc2_weight")}
+    return {"first": (first.self_attn.q_proj, "weight"), "last": (last.mlp.down_proj, "weight")}
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

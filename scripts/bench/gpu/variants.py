@@ -1,4 +1,4 @@
-"""What is compared: a layer or model in bf16, converted by torchao, converted by f8sub; eager and compiled."""
+"""What is compared: a layer or model in bf16, by torchao, by TransformerEngine, by f8sub; eager and compiled."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from f8sub.formats import E2M1
 from f8sub.kernels.gemm.select import Plan
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.weight import local_tensor
+from scripts.bench.gpu import transformer_engine_layers
 
 BF16 = "bf16"
+TRANSFORMER_ENGINE = "TransformerEngine"
 GRAPHED_RECIPES = ("tensorwise", "blockwise")
 """Whose compiled steps are run as CUDA graphs where no variants are asked for by name."""
 
@@ -28,9 +30,9 @@ LIGER_RECIPES = ("", "tensorwise", "rowwise")
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 HEAD = "lm_head"
-"""Neither library converts it."""
+"""No library converts it."""
 
-FLOORS_DB = {BF16: 40.0, "torchao": 20.0, "f8sub": 20.0}
+FLOORS_DB = {BF16: 40.0, "torchao": 20.0, TRANSFORMER_ENGINE: 20.0, "f8sub": 20.0}
 """Of y, dx and dw of one layer: bf16 rounds to 50 dB, e4m3 by e4m3 reaches 28.5, e5m2 by e4m3 24.5."""
 
 FLOOR_OF_FOUR_BITS_DB = 10.0
@@ -40,9 +42,9 @@ FLOOR_OF_FOUR_BITS_DB = 10.0
 class Variant:
     """One way to run the linear layers."""
 
-    library: str  # "bf16", "torchao" or "f8sub"
+    library: str  # "bf16", "torchao", "TransformerEngine" or "f8sub"
     recipe: str  # empty for bf16
-    compiled: bool
+    compiled: bool  # of TransformerEngine's blocks what is between its modules, which torch.compile cannot
     graphed: bool = False  # a whole step as one CUDA graph, of a model that is not sharded
     liger: bool = False  # transformers' norms and feed-forwards are Liger-Kernel's; of the slice alone
 
@@ -52,6 +54,16 @@ class Variant:
         how = ["compiled" if self.compiled else "eager"]
         how += ["graphed"] * self.graphed + ["with Liger-Kernel"] * self.liger
         return " ".join(filter(None, (self.library, self.recipe, *how)))
+
+    @property
+    def is_of_steps(self) -> bool:
+        """Whether one layer has nothing of it."""
+        return self.graphed or self.liger or (self.library == TRANSFORMER_ENGINE and self.compiled)
+
+    @property
+    def passes_before_scales(self) -> int:
+        """Before whose results have the precision that training has."""
+        return transformer_engine_layers.PASSES_BEFORE_SCALES.get(self.recipe, 0)
 
     @property
     def is_default(self) -> bool:
@@ -80,6 +92,8 @@ class Variant:
                 importlib.import_module("torchao.float8")
             except ImportError as error:
                 return f"torchao cannot be imported: {error}"
+        if self.library == TRANSFORMER_ENGINE:
+            return transformer_engine_layers.why_not(device)
         if self.library == "f8sub" and device.type == "cuda":
             plan = Plan.make(f8sub.get_recipe(self.recipe), device)
             gemms = [name for name in ("fprop", "dgrad", "wgrad") if getattr(plan, name) == "reference"]
@@ -91,6 +105,9 @@ class Variant:
         """The linear layers below ``model`` as this variant has them, before FSDP2 shards them where it does."""
         if self.library == "torchao":
             return self._convert_by_torchao(model, sharded)
+        if self.library == TRANSFORMER_ENGINE:
+            attend = self.compile(transformer_engine_layers.attend, next(model.parameters()).device)
+            return transformer_engine_layers.convert(model, self.recipe, attend)
         if self.library == "f8sub":
             return f8sub.convert_to_float8(model, recipe=self.recipe)
         return model
@@ -108,7 +125,7 @@ class Variant:
 
     def compile(self, function: Any, device: torch.device) -> Any:
         """A module or function, compiled where the variant is; Inductor's C++ for CPUs is not what is measured."""
-        if not self.compiled:
+        if not self.compiled or isinstance(function, transformer_engine_layers.Block):
             return function
         backend = "inductor" if device.type == "cuda" else "aot_eager"
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
@@ -135,6 +152,8 @@ def all_variants() -> list[Variant]:
     """
     found = [Variant(BF16, "", compiled) for compiled in (True, False)]
     found += [Variant("f8sub", recipe, c) for recipe in f8sub.recipe_names() for c in (True, False)]
+    engines = transformer_engine_layers.RECIPES
+    found += [Variant(TRANSFORMER_ENGINE, recipe, c) for recipe in engines for c in (True, False)]
     found += [Variant("torchao", recipe, True) for recipe in TORCHAO_RECIPES]
     eager = [v for v in found if not v.compiled and v.recipe in LIGER_RECIPES]
     return [
@@ -159,7 +178,7 @@ def chosen(
 
     ``of_layers`` leaves out those that are of whole steps.
     """
-    candidates = [v for v in all_variants() if not (of_layers and (v.graphed or v.liger))]
+    candidates = [v for v in all_variants() if not (of_layers and v.is_of_steps)]
     asked = [
         v for v in candidates if (any(fnmatch.fnmatch(v.name, p) for p in only) if only else v.is_default)
     ]

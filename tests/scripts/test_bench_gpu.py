@@ -1,15 +1,28 @@
 """The GPU benchmark runs to its end where there is no GPU, says so, and times nothing that is wrong."""
 
 import statistics
+import sys
 import types
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import select
 from scripts import bench_gpu
-from scripts.bench.gpu import expert_steps, gemms, graphs, linears, monitors, quantizers, slices, variants
+from scripts.bench.gpu import (
+    expert_steps,
+    gemms,
+    graphs,
+    linears,
+    monitors,
+    quantizers,
+    slices,
+    transformer_engine_layers,
+    variants,
+)
 from scripts.bench.gpu.expert_steps import Variant
 from scripts.bench.gpu.experts import FLOOR_DB, RECIPES
 from scripts.bench.gpu.session import Session
@@ -79,6 +92,46 @@ def test_patterns_name_what_the_asked_groups_have(run_script):
     refused = run_script("bench_gpu.py", "--group", "slice", "--only", "bf16*", gathered)
     assert refused.returncode == 2
     assert f"--only {gathered!r} matches none of ['bf16 compiled'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("library", "module"),
+    [("torchao", "torchao.float8"), ("TransformerEngine", "transformer_engine.pytorch")],
+)
+def test_a_library_that_is_missing_is_left_out_with_a_sentence(monkeypatch, library, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    for of_layers in (True, False):
+        chosen, skipped = variants.chosen([f"{library} *"], CPU, of_layers=of_layers)
+        assert {variant.library for variant in chosen} == {variants.BF16}
+        reasons = {reason for name, reason in skipped.items() if name.startswith(library)}
+        missing = {reason for reason in reasons if reason.startswith(f"{library} cannot be imported: ")}
+        assert len(missing) == 1
+        assert reasons - missing <= {"a CUDA graph needs a CUDA device"}
+
+
+def test_transformer_engine_is_of_one_layer_eagerly_and_of_plain_blocks_of_one_rank(monkeypatch):
+    monkeypatch.setattr(transformer_engine_layers, "why_not", lambda device: None)
+    asked = [variants.BF16, "TransformerEngine *"]
+    layers, _ = variants.chosen(asked, CPU, of_layers=True)
+    names = [variant.name for variant in layers if variant.library == variants.TRANSFORMER_ENGINE]
+    assert names == [f"TransformerEngine {recipe} scaling eager" for recipe in ("current", "delayed")]
+    of_blocks, _ = variants.chosen(asked, CPU)
+    for how in ({"ranks": 2}, {"checkpoint": "full"}, {}):
+        left_out = [v for v in of_blocks if slices.why_not(v, session(**how)) is not None]
+        assert {v.library for v in left_out} == ({variants.TRANSFORMER_ENGINE} if how else set())
+        assert len(left_out) == (4 if how else 0)
+
+
+def test_attention_between_transformer_engines_modules_is_that_of_other_blocks():
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa"
+    )
+    attention = LlamaAttention(config, layer_idx=0)
+    x = torch.randn(1, 24, 64)
+    positions = LlamaRotaryEmbedding(config)(x, torch.arange(24)[None])
+    qkv = torch.cat([layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)], dim=-1)
+    found = attention.o_proj(transformer_engine_layers.attend(qkv, *positions, 4, 2))
+    torch.testing.assert_close(found, attention(x, positions)[0])
 
 
 def test_steps_are_compared_round_by_round():

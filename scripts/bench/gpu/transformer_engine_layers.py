@@ -1,7 +1,7 @@
 """TransformerEngine's layers in place of a model's, with the model's weights: one layer, or the blocks of a Llama.
 
-Weights are cast in every pass: ``is_first_microbatch``, for which TransformerEngine would keep their codes, is not set.
-Recipes have TransformerEngine's own defaults. Read from its 2.20.2.
+Weights are cast in every forward pass, as no ``is_first_microbatch`` is given, and under FSDP2 in the backward pass
+again. Recipes have TransformerEngine's own defaults. Written for its version 2.20.2.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def attend(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, queries: int
 
     Args:
         qkv: (1, tokens, (queries + 2 * keys) * size of a head), the heads of q before those of k and of v.
-        cos, sin: (1, tokens, size of a head).
-        queries, keys: numbers of heads.
+        cos: (1, tokens, size of a head).
+        sin: of the same shape.
+        queries: number of q's heads.
+        keys: number of k's heads, and of v's.
 
     Returns:
         (1, tokens, queries * size of a head).

@@ -176,7 +176,7 @@ def chosen(
 ) -> tuple[list[Variant], dict[str, str]]:
     """Variants whose names match one of the patterns, bf16 ones to compare with, and of those left out the reasons.
 
-    ``of_layers`` leaves out those that are of whole steps.
+    ``of_layers`` leaves out those of which one layer has nothing.
     """
     candidates = [v for v in all_variants() if not (of_layers and v.is_of_steps)]
     asked = [

@@ -19,7 +19,8 @@ def gradients(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
+    ("dtype", "wide"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
 )
 def test_bits_are_those_of_torchs_operator(ranks, dtype, wide):
     for seed in range(3):

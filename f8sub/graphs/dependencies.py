@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from f8sub.graphs.optimizers import is_on_device
 from f8sub.linear.autocast import recipes_entered
 from f8sub.torch_compat import is_dtensor, tree_leaves
 from f8sub.weights.conversion import Conversion
@@ -108,8 +109,12 @@ class Dependencies:
     def _groups_now(self) -> list[dict[str, Any]]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [
-            # The graph reads rates from the device, see ``optimizers.Rates``.
-            {name: _comparable(value) for name, value in group.items() if name not in ("lr", "capturable")}
+            {
+                name: _comparable(value)
+                for name, value in group.items()
+                # The graph reads other rates from the device, see ``optimizers.Rates``.
+                if name != "capturable" and (name != "lr" or is_on_device(value))
+            }
             for group in groups
         ]
 

@@ -40,7 +40,7 @@ class Rates:
                 self._rates.append(torch.zeros((), dtype=torch.float32, device=self._device))
                 # Equal to no rate, so that the first one is sent.
                 self._values.append(float("nan"))
-            if not _is_on_device(value) and self._values[index] != float(value):
+            if not is_on_device(value) and self._values[index] != float(value):
                 self._values[index] = float(value)
                 self._rates[index].fill_(self._values[index])
 
@@ -50,7 +50,7 @@ class Rates:
         groups = self._optimizer.param_groups
         before = [(group["lr"], group.get("capturable", _MISSING)) for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
-            if not _is_on_device(group["lr"]):
+            if not is_on_device(group["lr"]):
                 group["lr"] = rate
             if "capturable" in group:
                 # Also for fused ones: torch then allows the capture, and keeps the step counters on the device.
@@ -65,5 +65,6 @@ class Rates:
                     group["capturable"] = capturable
 
 
-def _is_on_device(rate: Any) -> bool:
+def is_on_device(rate: Any) -> bool:
+    """Return whether a learning rate is a tensor that a graph reads as it is, which therefore must not be replaced."""
     return isinstance(rate, torch.Tensor) and rate.is_cuda

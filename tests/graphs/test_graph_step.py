@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import f8sub
-from f8sub.graphs import recorded
+from f8sub.graphs import dependencies, optimizers, recorded
 from tests.data_sets import gaussian, generator
 from tests.graphs.tape import imitate
 from tests.layers import RECIPES
@@ -241,6 +241,31 @@ def test_a_rate_that_changes(monkeypatch):
         optimizer.param_groups[0]["lr"] = 1e-3 / (1 + index)
 
     both(monkeypatch, "rowwise", between=change)
+
+
+def rates_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have graphs read rates that are tensors on a CPU as they read those on a GPU."""
+    for room in (optimizers, dependencies):
+        monkeypatch.setattr(room, "is_on_device", lambda rate: isinstance(rate, torch.Tensor))
+
+
+def test_a_rate_that_is_a_tensor(imitated, monkeypatch):
+    rates_are_read_in_place(monkeypatch)
+    model = small("rowwise")
+    optimizer = adamw(model, lr=torch.tensor(1e-2))
+    step = step_of(model, optimizer)
+    assert hows(step, 5) == ["l", "l", "l", "c", "r"]
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    before = model.blocks[0].q.weight.detach().clone()
+    step(*batch_of(5))
+    assert step.how == "replayed"
+    assert torch.equal(model.blocks[0].q.weight, before)
+    # The graph would go on with the tensor that it has read.
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+    step(*batch_of(6))
+    assert step.how == "launched"
+    assert "options changed: lr of group 0" in step.why_launched
+    assert not torch.equal(model.blocks[0].q.weight, before)
 
 
 def frozen(model: nn.Module, optimizer: Any) -> None:

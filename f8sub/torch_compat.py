@@ -824,6 +824,35 @@ _OF_A_PASS = (
 """Attributes of a group and of what the groups share (2.11 to 2.15) that are None outside of a pass."""
 
 
+_SHARDING_OPTIONS = (
+    "all_reduce_grads",
+    "force_sum_reduction_for_comms",
+    "gradient_divide_factor",
+    "mp_policy",
+    "post_forward_mesh_info",
+    "reduce_grads",
+    "reduce_scatter_unused_params",
+    "reshard_after_backward",
+    "unshard_in_backward",
+    "_all_gather_comm",
+    "_all_reduce_hook",
+    "_reduce_scatter_comm",
+)
+"""What ``FSDPModule``'s setters write to a group and a pass reads, where the version of torch has it."""
+
+
+def sharding_options(modules: Iterable[torch.nn.Module]) -> Callable[[], list[dict[str, Any]]]:
+    """Return a function that returns the options of each group of parameters that FSDP2 shards.
+
+    Raises:
+        Float8ConfigError: torch's FSDP2 is not as ``GRAPHS`` has it.
+    """
+    states = [module._get_fsdp_state() for module in filter(is_fsdp_module, modules)]
+    groups = [group for state in states for group in _groups_of(state, GRAPHS)]
+    names = [name for name in _SHARDING_OPTIONS if all(hasattr(group, name) for group in groups)]
+    return lambda: [{name: getattr(group, name) for name in names} for group in groups]
+
+
 def forget_pass(model: torch.nn.Module) -> None:
     """Have FSDP2 forget a forward and backward that an error ended in a CUDA graph's capture: nothing of it ran.
 

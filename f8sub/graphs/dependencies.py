@@ -1,14 +1,15 @@
 """Dependencies: all that a captured step reads by address, or has as a constant, and whether that is as it was."""
 
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from f8sub.graphs.optimizers import is_on_device
 from f8sub.linear.autocast import recipes_entered
-from f8sub.torch_compat import is_dtensor, tree_leaves
+from f8sub.torch_compat import is_dtensor, sharding_options, tree_leaves
 from f8sub.weights.conversion import Conversion
 
 
@@ -32,6 +33,8 @@ class _Tensors:
         self._learns = list(map(_learns, tensors))
         # Addresses alone: values are the graph's to change, and a loaded state dict brings other memory.
         self._addresses = self._addresses_now()
+        self._without_hooks = [(None, None)] * len(tensors)
+        self._hooks = _keys(map(_hooks_of_tensor, tensors))
 
     def difference(self, now: list[Any]) -> str | None:
         """Say what was replaced, moved, frozen or unfrozen; None where nothing was. ``now`` has those of today."""
@@ -43,6 +46,11 @@ class _Tensors:
             return "a tensor was moved to other memory"
         if self._learns != (learns := list(map(_learns, now))):
             return f"{self._first(map(operator.eq, learns, self._learns))} was frozen or unfrozen"
+        tables = list(map(_hooks_of_tensor, now))
+        if self._without_hooks == tables == self._hooks:
+            return None
+        if self._hooks != (hooks := _keys(tables)):
+            return f"{self._first(map(operator.eq, hooks, self._hooks))} has other hooks"
         return None
 
     def _addresses_now(self) -> list[int]:
@@ -55,6 +63,74 @@ class _Tensors:
 
 _learns = operator.attrgetter("requires_grad")
 _trains = operator.attrgetter("training")
+_hooks_of_tensor = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_held = operator.attrgetter("_modules", "_parameters", "_buffers")
+_hooks_of_module = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+
+
+def _keys(hooks: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The keys of each tuple of tables of hooks, no two of which ever have the same."""
+    return [tuple(None if table is None else tuple(table) for table in tables) for tables in hooks]
+
+
+class _Modules:
+    """Compares what modules consist of and call; their tensors are compared elsewhere.
+
+    As of ``_Tensors``, by loops that run in C.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module]) -> None:
+        named = [each for part in parts for each in part.named_modules()]
+        self._names = [name for name, _ in named]
+        self.modules = [module for _, module in named]
+        self._attributes: list[dict[str, Any]] = [vars(module) for module in self.modules]
+        hooks = list(itertools.chain.from_iterable(map(_hooks_of_module, self.modules)))
+        # Most tables are empty, and whether one is no longer so costs next to nothing.
+        self._without_hooks: list[dict[int, Any]] = []
+        self._with_hooks: list[dict[int, Any]] = []
+        for table in hooks:
+            (self._with_hooks if table else self._without_hooks).append(table)
+        self._hooks = list(map(tuple, self._with_hooks))
+        self._holders = list(itertools.chain.from_iterable(map(_held, self.modules)))
+        self._children = [module._modules for module in self.modules if module._modules]
+        self._below = self._children_now()
+        # What is known of each module, and what to say where it is no longer so.
+        self._known: list[tuple[Callable[[], list[Any]], str, list[Any]]] = [
+            (known, said, known())
+            for known, said in (
+                (lambda: list(map(type, self.modules)), "was given another class, as conversions do"),
+                (self._states, "was converted again"),
+                (lambda: list(map(len, self._holders)), "has more or fewer modules, parameters or buffers"),
+            )
+        ]
+        self._training = list(map(_trains, self.modules))
+
+    def difference(self) -> str | None:
+        """Say what is no longer as it was; None where all is."""
+        if self._training != list(map(_trains, self.modules)):
+            return "model.train() or model.eval() was called"
+        for known, said, before in self._known:
+            if (now := known()) != before:
+                return f"{self._first(before, now)} {said}"
+        if not all(map(operator.is_, self._children_now(), self._below)):
+            return "a module was replaced"
+        if any(self._without_hooks) or list(map(tuple, self._with_hooks)) != self._hooks:
+            return "hooks of modules were registered or removed"
+        return None
+
+    def _states(self) -> list[Any]:
+        return list(map(dict.get, self._attributes, itertools.repeat("_f8sub")))
+
+    def _children_now(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._children)))
+
+    def _first(self, before: list[Any], now: list[Any]) -> str:
+        index = next(
+            index for index, (one, other) in enumerate(zip(before, now, strict=True)) if one != other
+        )
+        return self._names[index * len(self.modules) // len(before)] or "the model"
 
 
 class Dependencies:
@@ -72,36 +148,48 @@ class Dependencies:
         conversions: Iterable[Conversion],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self._modules = [module for part in parts for module in part.modules()]
-        self._training = list(map(_trains, self._modules))
+        self._modules = _Modules(parts)
         holders = [
-            holder for module in self._modules for holder in (module._parameters, module._buffers) if holder
+            holder
+            for module in self._modules.modules
+            for holder in (module._parameters, module._buffers)
+            if holder
         ]
-        # Entries that are None, such as a bias that a layer has not, may stay so.
-        filled = [(holder, *entry) for holder in holders for entry in holder.items() if entry[1] is not None]
-        self._places = [(holder, name) for holder, name, _ in filled]
-        self._held = _Tensors([tensor for *_, tensor in filled if tensor is not None])
+        # Entries that are None, such as a bias that a layer has not, stay so.
+        entries = [(holder, *entry) for holder in holders for entry in holder.items()]
+        self._places = _transposed((holder, name) for holder, name, tensor in entries if tensor is not None)
+        self._empty = _transposed((holder, name) for holder, name, tensor in entries if tensor is None)
+        self._held = _Tensors([tensor for *_, tensor in entries if tensor is not None])
+        self._options = sharding_options(self._modules.modules)
+        self._sharding = self._options()
         self._tables = [(e, e.table) for c in conversions for e in c.exchanges.values()]
         self._optimizer = optimizer
         self._contexts = _contexts()
         self._groups = self._groups_now()
+        self._hooks = self._hooks_now()
         self._states = _Tensors(self._states_now())
 
     def difference(self) -> str | None:
         """Say what is no longer as it was; None where all is."""
         # What changes most often comes first, and what costs most to compare last.
         if self._contexts != _contexts():
-            return "another torch.autocast, f8sub.autocast or grad mode is entered"
-        if self._training != list(map(_trains, self._modules)):
-            return "model.train() or model.eval() was called"
-        now = [holder.get(name) for holder, name in self._places]
+            return "another torch.autocast, f8sub.autocast, grad mode, matmul precision or deterministic mode is on"
+        if (found := self._modules.difference()) is not None:
+            return found
+        now = list(map(dict.get, *self._places))
         if (found := self._held.difference(now)) is not None:
             return f"of the model {found}"
+        if any(map(operator.is_not, map(dict.get, *self._empty), itertools.repeat(None))):
+            return "a parameter or buffer that was None is a tensor"
+        if self._sharding != (sharding := self._options()):
+            return f"an option of FSDP2 changed: {_first_difference(self._sharding, sharding).lstrip('_')}"
         # A new table has its scales in other memory.
         if any(exchange.table is not table for exchange, table in self._tables):
             return "more layers were converted or sharded"
         if self._groups != (groups := self._groups_now()):
             return f"the optimizer's options changed: {_first_difference(self._groups, groups)}"
+        if self._hooks != self._hooks_now():
+            return "the optimizer has other hooks"
         if (found := self._states.difference(self._states_now())) is not None:
             return f"the optimizer's state was loaded, moved or replaced: {found}"
         return None
@@ -110,7 +198,7 @@ class Dependencies:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return [
             {
-                name: _comparable(value)
+                name: list(map(id, value)) if name == "params" else _comparable(value)
                 for name, value in group.items()
                 # The graph reads other rates from the device, see ``optimizers.Rates``.
                 if name != "capturable" and (name != "lr" or is_on_device(value))
@@ -118,9 +206,20 @@ class Dependencies:
             for group in groups
         ]
 
+    def _hooks_now(self) -> list[tuple[Any, ...]]:
+        # What is handed to graph_step is stepped, and that steps what is within.
+        names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+        stepped = self._optimizer, innermost(self._optimizer)
+        return _keys(tuple(getattr(optimizer, name, None) for name in names) for optimizer in stepped)
+
     def _states_now(self) -> list[torch.Tensor]:
         states = [] if self._optimizer is None else innermost(self._optimizer).state.values()
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def _transposed(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    found = list(pairs)
+    return [first for first, _ in found], [second for _, second in found]
 
 
 def _comparable(value: Any) -> Any:
@@ -144,5 +243,7 @@ def _contexts() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
         recipes_entered(),
     )

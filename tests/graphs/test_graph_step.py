@@ -1,12 +1,13 @@
 """graph_step on a CPU, by an imitation of graphs: replays are launched steps. tests/cuda has real graphs."""
 
+import contextlib
 import copy
 import functools
 import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -281,8 +282,61 @@ def moved(model: nn.Module, optimizer: Any) -> None:
 
 
 def replaced(model: nn.Module, optimizer: Any) -> None:
-    model.blocks[0].norm1.register_buffer("extra", torch.zeros(1))
     model.blocks[0].norm1.weight = nn.Parameter(model.blocks[0].norm1.weight.detach().clone())
+
+
+def grown_by_a_module(model: nn.Module, optimizer: Any) -> None:
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+
+
+def given_another_head(model: nn.Module, optimizer: Any) -> None:
+    model.lm_head = copy.deepcopy(model.lm_head)
+
+
+def exchanged(model: nn.Module, optimizer: Any) -> None:
+    block = model.blocks[0]
+    block.q, block.k = block.k, block.q
+
+
+def given_a_bias(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].q.bias = nn.Parameter(torch.ones(model.blocks[0].q.out_features))
+
+
+def given_a_buffer(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].norm1.register_buffer("extra", torch.zeros(1))
+
+
+def converted_back(model: nn.Module, optimizer: Any) -> None:
+    f8sub.convert_from_float8(model)
+
+
+def converted_again(model: nn.Module, optimizer: Any) -> None:
+    f8sub.convert_from_float8(model)
+    f8sub.convert_to_float8(model, "tensorwise", min_dim=1)
+
+
+def rounded(model: nn.Module, optimizer: Any) -> None:
+    f8sub.keep_swiglu_input_in_float8(model)
+
+
+def nothing(*given: Any, **named: Any) -> None:
+    pass
+
+
+def hooked(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].register_forward_pre_hook(nothing)
+
+
+def hooked_in_backward(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].register_full_backward_hook(nothing)
+
+
+def hooked_at_a_gradient(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].norm1.weight.register_post_accumulate_grad_hook(nothing)
+
+
+def hooked_behind_the_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.register_step_post_hook(nothing)
 
 
 def decayed(model: nn.Module, optimizer: Any) -> None:
@@ -308,6 +362,18 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
         (evaluating, r"model\.train\(\) or model\.eval\(\)"),
         (moved, "of the model a tensor was moved"),
         (replaced, r"of the model a tensor of shape \(32,\) was replaced"),
+        (grown_by_a_module, "blocks has more or fewer modules, parameters or buffers"),
+        (given_another_head, "a module was replaced"),
+        (exchanged, "a module was replaced"),
+        (given_a_bias, "a parameter or buffer that was None is a tensor"),
+        (given_a_buffer, r"blocks\.0\.norm1 has more or fewer modules, parameters or buffers"),
+        (converted_back, r"blocks\.0\.q was given another class"),
+        (converted_again, r"blocks\.0\.q was converted again"),
+        (rounded, "hooks of modules were registered"),
+        (hooked, "hooks of modules were registered"),
+        (hooked_in_backward, "hooks of modules were registered"),
+        (hooked_at_a_gradient, r"of the model a tensor of shape \(32,\) has other hooks"),
+        (hooked_behind_the_step, "the optimizer has other hooks"),
         (decayed, "options changed: weight_decay of group 0"),
         (grown, r"options changed: \d+ groups, \d+ before"),
         (forgotten, r"state was loaded, moved or replaced: 0 tensors, \d+ before"),
@@ -326,15 +392,89 @@ def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said)
     assert hows(step, 4) == ["l", "l", "c", "r"]
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def in_tf32() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize(
-    "context", [f8sub.autocast, functools.partial(torch.autocast, "cuda", torch.bfloat16)]
+    "context",
+    [f8sub.autocast, functools.partial(torch.autocast, "cuda", torch.bfloat16), deterministic, in_tf32],
 )
 def test_a_context_is_captured_anew(imitated, context):
     step = step_of(small("rowwise"))
     hows(step, 5)
     with context():
         step(*batch_of(5))
-    assert "autocast" in step.why_launched
+    assert "autocast, grad mode, matmul precision or deterministic mode" in step.why_launched
+
+
+def divided(model: Any) -> None:
+    model.set_gradient_divide_factor(5.0)
+
+
+def given_another_reduction(model: Any) -> None:
+    f8sub.reduce_gradients_in_float8(model)
+
+
+def kept_gathered(model: Any) -> None:
+    model.set_reshard_after_forward(False)
+
+
+def averaged_by_a_hook(model: Any) -> None:
+    model.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
+
+
+SHARDING = {
+    divided: "gradient_divide_factor",
+    given_another_reduction: "reduce_scatter_comm",
+    kept_gathered: "post_forward_mesh_info",
+    averaged_by_a_hook: "all_reduce_hook",
+}
+
+
+def with_options_that_change(rank: int, world: int) -> list[tuple[list[Any], list[Any], str]]:
+    def train(change: Callable[[Any], None], imitated: bool) -> tuple[list[Any], str]:
+        with pytest.MonkeyPatch.context() as patch:
+            if imitated:
+                imitate(patch)
+            model = shard(transformer("rowwise", spread=2.0), BF16)
+            # gloo knows no sum that is divided on the way.
+            model.set_force_sum_reduction_for_comms(True)
+            step = step_of(model)
+            found = [step(*batch_of(index, rank)).item() for index in range(5)]
+            change(model)
+            found.append(step(*batch_of(5, rank)).item())
+            why = step.why_launched or ""
+            found += [step(*batch_of(index, rank)).item() for index in range(6, 10)]
+            return [*found, step.how], why
+
+    found = []
+    for change in SHARDING:
+        launched, _ = train(change, False)
+        replayed, why = train(change, True)
+        found.append((launched[:-1], replayed, why))
+    return found
+
+
+def test_options_of_sharding_that_change(ranks):
+    for found in ranks(2, with_options_that_change):
+        for (launched, replayed, why), option in zip(found, SHARDING.values(), strict=True):
+            assert replayed == [*launched, "replayed"]
+            assert f"an option of FSDP2 changed: {option} of group" in why
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -133,6 +133,66 @@ class _Modules:
         return self._names[index * len(self.modules) // len(before)] or "the model"
 
 
+_NUMBERS = bool, int, float, complex, str
+_PACKAGE = __name__.partition(".")[0]
+
+
+class Number(NamedTuple):
+    """Holds a number, text or flag that Python may read while it launches a step.
+
+    Attributes:
+        name: the module's and the attribute's.
+        attributes: of the module.
+        key: the attribute.
+        value: what it was.
+    """
+
+    name: str
+    attributes: dict[str, Any]
+    key: str
+    value: Any
+
+
+def numbers_of(parts: Iterable[torch.nn.Module]) -> list[Number]:
+    """Return the numbers, texts and flags among the attributes of modules, but for those that count for f8sub."""
+    modules = {id(module): (name, module) for part in parts for name, module in part.named_modules()}
+    return [
+        Number(f"{name}.{key}".lstrip("."), vars(module), key, value)
+        for name, module in modules.values()
+        if "_f8sub" in vars(module) or type(module).__module__.partition(".")[0] != _PACKAGE
+        for key, value in vars(module).items()
+        if type(value) in _NUMBERS
+    ]
+
+
+class Numbers:
+    """Compares numbers of modules that a graph has as constants, such as a dropout's ``p``.
+
+    Args:
+        parts: the model's.
+        changing: names of those that each step changes, which are the graph's as they are.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module], changing: Collection[str] = ()) -> None:
+        self._numbers = [number for number in numbers_of(parts) if number.name not in changing]
+        self._attributes = [number.attributes for number in self._numbers]
+        self._keys = [number.key for number in self._numbers]
+        self._before = [number.value for number in self._numbers]
+        self._types = list(map(type, self._before))
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """Return those that are no longer what they were by name, with what they were and are."""
+        now = list(map(dict.get, self._attributes, self._keys))
+        # Types first: the host would wait for a tensor that is compared.
+        if list(map(type, now)) == self._types and now == self._before:
+            return {}
+        return {
+            number.name: (number.value, value)
+            for number, value in zip(self._numbers, now, strict=True)
+            if type(value) is not type(number.value) or value != number.value
+        }
+
+
 class Dependencies:
     """Records what a captured step depends on, and compares it before each replay.
 
@@ -140,15 +200,18 @@ class Dependencies:
         parts: the model's.
         conversions: of their layers.
         optimizer: whose step is captured, if one is.
+        changing: see ``Numbers``.
     """
 
     def __init__(
         self,
-        parts: Iterable[torch.nn.Module],
+        parts: Sequence[torch.nn.Module],
         conversions: Iterable[Conversion],
         optimizer: torch.optim.Optimizer | None,
+        changing: Collection[str] = (),
     ) -> None:
         self._modules = _Modules(parts)
+        self._numbers = Numbers(parts, changing)
         holders = [
             holder
             for module in self._modules.modules
@@ -176,6 +239,8 @@ class Dependencies:
             return "another torch.autocast, f8sub.autocast, grad mode, matmul precision or deterministic mode is on"
         if (found := self._modules.difference()) is not None:
             return found
+        if changed := self._numbers.changed():
+            return f"{next(iter(changed))} changed"
         now = list(map(dict.get, *self._places))
         if (found := self._held.difference(now)) is not None:
             return f"of the model {found}"

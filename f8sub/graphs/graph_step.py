@@ -12,7 +12,7 @@ import torch
 
 from f8sub.capture import Capture, entered, why_launched
 from f8sub.errors import Float8ConfigError, Float8Warning, shown
-from f8sub.graphs.dependencies import Dependencies, innermost
+from f8sub.graphs.dependencies import Dependencies, Numbers, innermost
 from f8sub.graphs.optimizers import Rates, why_not_captured
 from f8sub.graphs.recorded import GraphMemory, Recorded, records
 from f8sub.graphs.waits import noticed_waits
@@ -91,7 +91,8 @@ class _Graph:
     """Holds a captured step, what it reads, and what the host has to do for it."""
 
     def __init__(self, step: "GraphedStep", leaves: Sequence[Any]) -> None:
-        self.dependencies = Dependencies(step._parts, step._conversions, step._captured_optimizer)
+        optimizer = step._captured_optimizer
+        self.dependencies = Dependencies(step._parts, step._conversions, optimizer, step._changing)
         self.host = Capture(step._device, 2 * sum(map(_table_bytes, step._conversions)))
         # Copies, because a replay reads the addresses of the batch that was captured.
         self.given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -161,6 +162,7 @@ class GraphedStep:
         self._given_up: str | None = None
         self._place: Literal["function", "optimizer"] | None = None
         self._looks: dict[str, list[str]] | None = None
+        self._changing: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do one step.
@@ -304,17 +306,32 @@ class GraphedStep:
         # The last launched step is looked at for what a capture would fail on.
         is_last = self._given_up is None and self._launched[key] == self._launched_before(key)
         self._looks = {} if is_last else None
+        numbers = Numbers(self._parts, self._changing) if is_last else None
         # On the stream of the capture: autograd's and FSDP2's streams are then the ones that a graph records.
         with _beside(self._stream):
             found = self._run(args, kwargs)
         self._step_launched()
         looks, self._looks = self._looks or {}, None
+        if numbers is not None:
+            self._warn_of_numbers(numbers.changed())
         # A step that waits and can be captured all the same takes another way there: libraries ask.
         if waits := looks.get("function"):
             self._give_up(waits[0])
         elif waits := looks.get("optimizer"):
             self._launch_optimizer(waits[0])
         return found
+
+    def _warn_of_numbers(self, changed: dict[str, tuple[Any, Any]]) -> None:
+        self._changing |= changed.keys()
+        if changed:
+            some = [f"{name}: {shown(old)} to {shown(new)}" for name, (old, new) in changed.items()][:4]
+            warnings.warn(
+                f"graph_step: a launched step changed numbers of modules ({', '.join(some)}). A "
+                "replay runs no Python, so there they stay what they are in the captured step. Keep what the step "
+                "counts in a tensor of the model's device that it changes in place",
+                Float8Warning,
+                stacklevel=4,
+            )
 
     @contextmanager
     def _looking_at(self, place: Literal["function", "optimizer"]) -> Iterator[None]:

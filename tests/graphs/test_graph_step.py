@@ -315,6 +315,14 @@ def converted_again(model: nn.Module, optimizer: Any) -> None:
     f8sub.convert_to_float8(model, "tensorwise", min_dim=1)
 
 
+def given_another_number(model: nn.Module, optimizer: Any) -> None:
+    model.blocks[0].norm1.eps = 1e-3
+
+
+def given_a_tensor(model: nn.Module, optimizer: Any) -> None:
+    model.lm_head.in_features = torch.full((2,), 32)
+
+
 def rounded(model: nn.Module, optimizer: Any) -> None:
     f8sub.keep_swiglu_input_in_float8(model)
 
@@ -369,6 +377,8 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
         (given_a_buffer, r"blocks\.0\.norm1 has more or fewer modules, parameters or buffers"),
         (converted_back, r"blocks\.0\.q was given another class"),
         (converted_again, r"blocks\.0\.q was converted again"),
+        (given_another_number, r"blocks\.0\.norm1\.eps changed"),
+        (given_a_tensor, r"lm_head\.in_features changed"),
         (rounded, "hooks of modules were registered"),
         (hooked, "hooks of modules were registered"),
         (hooked_in_backward, "hooks of modules were registered"),
@@ -468,6 +478,28 @@ def with_options_that_change(rank: int, world: int) -> list[tuple[list[Any], lis
         replayed, why = train(change, True)
         found.append((launched[:-1], replayed, why))
     return found
+
+
+class Counting(nn.Linear):
+    """A layer that counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_number_that_each_step_changes(imitated):
+    model = small("rowwise")
+    model.lm_head.__class__ = Counting
+    model.lm_head.calls = 0
+    step = step_of(model)
+    assert hows(step, 2) == ["l", "l"]
+    with pytest.warns(f8sub.Float8Warning, match=r"changed numbers of modules \(lm_head\.calls: 2 to 3\)"):
+        step(*batch_of(2))
+    assert hows(step, 3) == ["c", "r", "r"]
+    assert model.lm_head.calls == 4
 
 
 def test_options_of_sharding_that_change(ranks):

@@ -87,6 +87,29 @@ class _Group(NamedTuple):
     options: Options
 
 
+class _Clipped(NamedTuple):
+    """A parameter with the gradient that the next step clips, and how often that was written to."""
+
+    parameter: torch.Tensor
+    gradient: "weakref.ref[torch.Tensor]"
+    versions: tuple[int, int]
+
+    @classmethod
+    def all_of(cls, optimizer: torch.optim.Optimizer) -> "list[_Clipped]":
+        pairs = [(parameter, parameter.grad) for parameter in _parameters_of(optimizer)]
+        return [cls(p, weakref.ref(grad), _versions(grad)) for p, grad in pairs if grad is not None]
+
+    @property
+    def is_as_it_was(self) -> bool:
+        now = self.parameter.grad
+        return now is None or (now is self.gradient() and _versions(now) == self.versions)
+
+
+def _versions(gradient: torch.Tensor) -> tuple[int, int]:
+    # Of a DTensor's operators its own tensor counts some, and the DTensor others.
+    return gradient._version, local_tensor(gradient)._version
+
+
 class FusedStep:
     """See ``f8sub.optim.fuse_step``.
 
@@ -104,6 +127,7 @@ class FusedStep:
         """Step for ``optimizer``; gradients to clip are those of the parameters that ``of_model`` has."""
         self.why_torch: str | None = None
         self._clip: torch.Tensor | None = None
+        self._clipped: list[_Clipped] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._amaxes: torch.Tensor | None = None
         self._pre = optimizer.register_step_pre_hook(self._before)
@@ -129,6 +153,9 @@ class FusedStep:
 
         The gradients themselves stay as they are, so that nothing reads them once more. The norm, (), is that of all
         gradients of the optimizer, DTensors' over all ranks.
+
+        Raises:
+            RuntimeError: in the step, where a gradient was written to or replaced since, for that would be clipped too.
         """
         optimizer = self._of_model()
         weights = [] if optimizer is None else _parameters_of(optimizer)
@@ -143,7 +170,9 @@ class FusedStep:
         # The very operators of torch.nn.utils.clip_grads_with_norm_, for the same bits.
         clip = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
         self._set_clip(clip)
-        if (capture := current_capture()) is not None:
+        capture, optimizer = current_capture(), self._of_model()
+        self._clipped = [] if capture is not None or optimizer is None else _Clipped.all_of(optimizer)
+        if capture is not None:
             # For a step that is launched after each replay; one in the graph forgets it below.
             capture.before_replay(functools.partial(self._set_clip, clip))
             capture.if_it_fails(functools.partial(self._set_clip, None))
@@ -156,6 +185,14 @@ class FusedStep:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._put_back()
         clip, self._clip = self._clip, None
+        clipped, self._clipped = self._clipped, []
+        if written := [each for each in clipped if not each.is_as_it_was]:
+            shape = tuple(written[0].parameter.shape)
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {shape}, and {len(written) - 1} more, were written to or replaced "
+                "between clip_grad_norm_ of fuse_step and the step, which clips what it finds: write to gradients "
+                "before, or clip by torch.nn.utils.clip_grad_norm_"
+            )
         found: tuple[list[_Group], dict[int, Shard]] | str = (
             "a closure computes the gradients inside the step"
         )
@@ -220,6 +257,8 @@ class FusedStep:
             for name in ("amsgrad", "differentiable"):
                 if group.get(name):
                     return f"it has {name}=True"
+            if not group.get("decoupled_weight_decay", True):
+                return "its weight decay is part of the gradient, as Adam's"
             if not group.get("fused"):
                 return "it was made without fused=True"
         return None

@@ -160,6 +160,58 @@ def test_what_torch_steps():
     pair.check(0.0)
 
 
+def doubled(model: nn.Module) -> None:
+    model[0].weight.grad.mul_(2.0)
+
+
+def replaced(model: nn.Module) -> None:
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+
+def clamped(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def clipped_again(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("write", [doubled, replaced, clamped, clipped_again])
+@interpreted
+def test_gradients_that_are_written_after_they_were_clipped_are_an_error(write):
+    """What is written is not to be clipped, and the step cannot tell it from what is."""
+    pair = Pair()
+    pair.step(0, 1.0)
+    give_gradients(model := pair.models[0], 1)
+    before = copy.deepcopy(model.state_dict())
+    pair.fused.clip_grad_norm_(1.0)
+    with torch.no_grad():
+        write(model)
+    with pytest.raises(
+        RuntimeError, match=r"shape \(\d+, \d+\), and \d more, were written to or replaced between"
+    ):
+        pair.optimizers[0].step()
+    assert all(torch.equal(after, before[name]) for name, after in model.state_dict().items())
+    # It trains on, and a gradient that was dropped is no error.
+    give_gradients(model, 1)
+    pair.fused.clip_grad_norm_(1.0)
+    model[0].weight.grad = None
+    pair.optimizers[0].step()
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(model[2].weight, before["2.weight"])
+
+
+@interpreted
+def test_a_weight_decay_that_is_not_decoupled_is_torchs():
+    pair = Pair()
+    for optimizer in pair.optimizers:
+        for group in optimizer.param_groups:
+            group["decoupled_weight_decay"] = False
+    assert pair.step(0) == []
+    assert pair.fused.why_torch == "its weight decay is part of the gradient, as Adam's"
+    pair.check(0.0)
+
+
 @interpreted
 def test_gradients_that_a_scaler_divides_in_the_step_are_stepped_by_torch():
     pair = Pair()

@@ -190,8 +190,8 @@ class FusedStep:
             shape = tuple(written[0].parameter.shape)
             raise RuntimeError(
                 f"the gradient of a parameter of shape {shape}, and {len(written) - 1} more, were written to or "
-                "replaced between clip_grad_norm_ of fuse_step and the step, which clips what it finds: write to gradients "
-                "before, or clip by torch.nn.utils.clip_grad_norm_"
+                "replaced between clip_grad_norm_ of fuse_step and the step, which clips what it finds: write to "
+                "gradients before, or clip by torch.nn.utils.clip_grad_norm_"
             )
         found: tuple[list[_Group], dict[int, Shard]] | str = (
             "a closure computes the gradients inside the step"

@@ -101,7 +101,7 @@ def refuse_others(command: argparse.ArgumentParser, others: Sequence[str]) -> No
 
 def add_doctor(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
-    words = "what of f8sub works on this machine, proved by running it; status 1 where no recipe is native"
+    words = "run each recipe once to see what works on this machine; exit status 1 if none is native"
     made = command(commands, "doctor", words, "%(prog)s [--json]")
     ended(made, run_doctor, "all that was found")
 
@@ -118,7 +118,7 @@ EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPER
 
 def add_inspect(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
-    words = "what float8 would gain of a model: speed, memory, bytes on the wire; needs no GPU and no weights"
+    words = "what a model would gain in float8: speed, memory, bytes on the wire; needs no GPU and no weights"
     made = command(commands, "inspect", words, "%(prog)s MODEL [options]")
     made.add_argument("model", metavar="MODEL", help=FORMS)
     add_choice(made, "--recipe", recipe_names(), "all by default", nargs="+")
@@ -218,12 +218,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def add_export(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
-    words = "cast a finished checkpoint to the codes that training multiplied, for inference engines; needs no GPU"
+    words = "cast a finished checkpoint to the float8 data that training multiplied, for inference engines; needs no GPU"
     made = command(commands, "export", words, "%(prog)s CHECKPOINT OUT --recipe NAME [options]")
     made.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a folder of safetensors, or of torch.distributed.checkpoint"
     )
-    made.add_argument("out", metavar="OUT", help="the folder to make")
+    made.add_argument("out", metavar="OUT", help="the folder to create")
     add_choice(made, "--recipe", recipe_names(), "what the model was trained with", required=True)
     made.add_argument(
         "--model", help=f"what the checkpoint is of, where it has no config.json of transformers: {FORMS}"

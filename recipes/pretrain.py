@@ -143,8 +143,8 @@ class Trainer:
         self.replayed = Traffic()
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.metrics.say(
-            f"{title}: {settings.model.size}, {parameters:,} parameters, {self.world_size} ranks on "
-            f"{self.device.type}, {report}"
+            f"{title}: {settings.model.size}, {parameters:,} parameters, {self.world_size} "
+            f"{'rank' if self.world_size == 1 else 'ranks'} on {self.device.type}, {report}"
         )
 
     def run(self) -> bool:
@@ -485,8 +485,8 @@ def joined_ranks(settings: Settings) -> Iterator[DeviceMesh]:
         kind = "cuda" if gpus >= local_ranks else "cpu"
     if kind == "cuda" and gpus < local_ranks:
         raise SettingsError(
-            f"--training.device cuda with {local_ranks} ranks on this machine, which has {gpus} GPUs: start "
-            "at most one rank a GPU, or use --training.device cpu."
+            f"--training.device cuda needs a GPU for each of this machine's ranks ({local_ranks}), and found "
+            f"{gpus}. Start at most one rank per GPU, or use --training.device cpu."
         )
     options: dict[str, Any] = {"backend": "gloo"}
     if kind == "cuda":

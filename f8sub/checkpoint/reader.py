@@ -30,7 +30,7 @@ class Checkpoint:
             import safetensors
         except ImportError as error:
             raise Float8ConfigError(
-                "a checkpoint is read with safetensors, which is not installed"
+                "a checkpoint is read with safetensors, which is not installed: pip install safetensors"
             ) from error
         self._safetensors = safetensors
         self.folder = folder

@@ -94,11 +94,11 @@ def check_target(target: Path) -> None:
     try:
         import safetensors.torch  # noqa: F401
     except ImportError as error:
-        raise Float8ConfigError("save_float8 writes with safetensors, which is not installed") from error
+        raise Float8ConfigError("save_float8 writes with safetensors, which is not installed: pip install safetensors") from error
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Float8ConfigError(f"{target} exists and is not an empty folder; save_float8 overwrites nothing")
+        raise Float8ConfigError(f"{target} exists and is not an empty folder, and nothing is overwritten: name another folder, or remove this one")
     if target.is_symlink() or target.resolve() == Path.cwd():
-        raise Float8ConfigError(f"{target} is a link or the working folder; name a folder to make")
+        raise Float8ConfigError(f"{target} is a link or the working folder; name a folder to create")
 
 
 def warn_of_transformers(model: torch.nn.Module, exported: Exported) -> None:
@@ -186,6 +186,9 @@ def write(
         partial.chmod(0o755)
         _write_files(partial, tensors, shard_bytes)
         (partial / "config.json").write_text(config + "\n")
+        # safetensors creates files that their owner alone may read, whatever the umask; engines run as other users.
+        for path in partial.glob("*.safetensors"):
+            shutil.copymode(partial / "config.json", path)
         # A full disk shows up here, before the folder gets its name.
         for path in (*partial.iterdir(), partial):
             _sync(path)
@@ -240,7 +243,8 @@ def _write_file(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> N
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    path = folder / f"part-{index}"
     try:
-        save_file(tensors, folder / f"part-{index}", metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise OSError(f"could not write {folder}/part-{index}: {error}") from error
+        raise OSError(f"could not write {path}: {error}") from error

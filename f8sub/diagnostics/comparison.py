@@ -219,5 +219,5 @@ def _figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Float8ConfigError("a comparison is drawn with matplotlib, which is not installed") from error
+        raise Float8ConfigError("a comparison is drawn with matplotlib, which is not installed: pip install matplotlib") from error
     return Figure(figsize=size, layout="constrained")

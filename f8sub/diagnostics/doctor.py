@@ -319,10 +319,10 @@ def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _torch_names(names: tuple[TorchNames, ...]) -> Iterator[str]:
-    yield "What f8sub needs of torch beyond what torch documents"
+    yield "Private names of torch that f8sub needs"
     known = [found.purpose for found in names if found.problem is None]
     if known:
-        yield from _wrapped(f"as f8sub knows it: {'; '.join(known)}", "  ", "    ")
+        yield from _wrapped(f"present, for: {'; '.join(known)}", "  ", "    ")
     for found in names:
         if found.problem is not None:
             yield from _wrapped(f"{found.purpose}: {found.problem}", "  ", "    ")

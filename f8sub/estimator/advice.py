@@ -162,7 +162,7 @@ def host_measured(blocks: int, replayed: float, parts: int = 1) -> str:
     # seconds per block to ms per step
     least, most = (blocks * each * 1e3 for each in HOST_RANGE)
     return (
-        f"Hosts that were measured would take {least:.0f} to {most:.0f} ms. {MEASURED} Replay the step by "
+        f"Hosts that were measured take {least:.0f} to {most:.0f} ms. {MEASURED} Replay the step by "
         "f8sub.graph_step, or give a GPU more tokens."
     )
 

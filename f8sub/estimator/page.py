@@ -180,7 +180,7 @@ def _wire(estimate: Estimate) -> list[str]:
         rows.append(("all-reduces between replicas", f"{own.replicated / GB:.2f}", "GB   the same in bf16"))
     rows.append(("the all-reduce of amaxes", f"{own.amaxes / 1e6:.3f}", "MB"))
     lines = text_table((), rows, "lrl", widths=(33, 9), gap=1, indent=2)
-    return ["Bytes on the wire, a step and GPU", *lines]
+    return ["Bytes on the wire, per step and GPU", *lines]
 
 
 def _bullets(sentences: Iterable[str]) -> Iterator[str]:
@@ -212,10 +212,10 @@ WHOLE_RUNS, SPEED_UPS, RATES = 0.06, 0.07, 0.07
 docs/measurements/predictions.md, "How near estimate is"."""
 
 ERRORS = (
-    f"How near it is: tokens/s of whole runs of a Llama 3 8B on one to four H200s within {WHOLE_RUNS:.0%}; published "
-    f"speed-ups and tokens/s on 8 to 256 H100s within {max(SPEED_UPS, RATES):.0%}, those of the 8B with --gpu "
-    "H100-500W, which they ran on. Gradients in e4m3 gained less than predicted on two and four GPUs, and f8sub "
-    "measured no run over several hosts."
+    f"Accuracy: tokens/s of whole runs of Llama 3 8B on one to four H200s are within {WHOLE_RUNS:.0%}, published "
+    f"speed-ups and tokens/s on 8 to 256 H100s within {max(SPEED_UPS, RATES):.0%} (those of the 8B with --gpu "
+    "H100-500W, which they ran on). On two and four GPUs gradients in e4m3 gained less than predicted. f8sub has "
+    "measured no run across hosts."
 )
 
 
@@ -245,15 +245,15 @@ def _step_head(estimate: StepEstimate) -> list[str]:
 
 def _speeds(estimate: StepEstimate) -> list[str]:
     first, found = estimate.clusters[0], estimate.predictions
-    lines = ["Tokens/s of a GPU, and as a multiple of bf16's", *_ways(estimate, replayed=False)]
+    lines = ["Tokens/s per GPU, and as a multiple of bf16's", *_ways(estimate, replayed=False)]
     if not all(each.fits for each in found):
         lines.append("  x: more than a GPU's memory")
     if any(each.host_binds for each in found):
         hosts = [max(each.host_seconds for each in found if each.way == way) for way in estimate.ways]
         replayed = max(each.replayed for each in found)
         words = (
-            f"h: the host is the limit, which launches a step of bf16 in {hosts[0]:.2f} s and one of "
-            f"{estimate.recipe} in {hosts[-1]:.2f}. {host_measured(len(estimate.shapes.blocks), replayed, first.parts)}"
+            f"h: the host is the limit: launching a step takes it {hosts[0] * 1e3:.0f} ms in bf16 and "
+            f"{hosts[-1] * 1e3:.0f} ms in {estimate.recipe}. {host_measured(len(estimate.shapes.blocks), replayed, first.parts)}"
         )
         lines += _wrapped(words, "  ", "     ")
         if first.parts == 1:
@@ -303,9 +303,10 @@ def _parts(estimate: StepEstimate) -> list[str]:
         # seconds to ms
         cells = [f"{a * 1e3:,.0f}, {b * 1e3:,.0f}" for a, b in zip(*parts, strict=True)]
         rows.append([f"{cluster.gpus:,}", *cells])
-    header = ("GPUs", "compute", "waits", "tax of hidden", "whole", "host's launches")
+    header = ("GPUs", "compute", "waiting", "overlap cost", "total", "host launches")
     lines = [
-        f"A step in ms, {ways[0]} and {ways[1].strip('+ ')}",
+        f"Milliseconds per step, {ways[0]} and {ways[1].strip('+ ')}",
         *text_table(header, rows, "r" * 6, widths=(6, 13, 12, 15, 13, 17), gap=0, indent=2),
+        "  overlap cost: what collectives that hide behind compute add to it",
     ]
     return [*lines, "", *textwrap.wrap(ERRORS, STEP_WIDTH, break_on_hyphens=False)]

@@ -212,7 +212,9 @@ class Checkpoints:
         if problem := self.problem(name):
             older, _ = self.newest_whole(before=name)
             advice = (
-                f"Resume with --checkpoint.resume {older}" if older else "No checkpoint before it is whole"
+                f"Resume with --checkpoint.resume {older}"
+                if older
+                else "No checkpoint before it is whole; without --checkpoint.resume training starts at step 1"
             )
             raise CheckpointError(f"Checkpoint {name} in {self.folder} is refused: {problem}. {advice}.")
         reader = _VerifiedReader(self.folder / name)

@@ -233,7 +233,7 @@ def test_torch_has_what_f8sub_needs_and_a_layer_is_gathered():
     assert [names.purpose for names in found] == [need.purpose for need in torch_compat.NEEDS]
     assert [names for names in found if names.problem] == []
     text = page(Diagnosis("0.1.0", machine(), (), None, (), found))
-    assert "What f8sub needs of torch beyond what torch documents\n  as f8sub knows it: converting" in text
+    assert "Private names of torch that f8sub needs\n  present, for: converting" in text
     assert not torch.distributed.is_initialized()
 
 

@@ -26,7 +26,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
         return f"takes tiles of whole blocks of 1x{BLOCK}, not {', '.join(sorted(unknown))}"
     # Scales that do not change along K are applied once, to the whole sum: nothing to do block by block.
     if a.tile.cols == b.tile.cols == ALL:
-        return "takes scales of blocks of at least one operand; one a tensor or a row is for scaled_mm"
+        return "takes scales of blocks of at least one operand; one per tensor or per row is for scaled_mm"
     return why_not_device(device)
 
 

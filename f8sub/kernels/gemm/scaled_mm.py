@@ -96,7 +96,7 @@ def why_not(a: Float8Format, b: Float8Format, device: torch.device) -> str | Non
     if device.type != "cpu":
         return f"runs on cuda and cpu, not on {device.type}"
     if unknown := {str(f.tile) for f in (a, b) if f.tile not in (TENSORWISE, ROWWISE)}:
-        return f"takes one scale a tensor or a row on the CPU, not tiles of {', '.join(sorted(unknown))}"
+        return f"takes one scale per tensor or per row on the CPU, not tiles of {', '.join(sorted(unknown))}"
     return None if a.tile == b.tile == TENSORWISE else _why_not_rows_on_the_cpu()
 
 
@@ -238,7 +238,7 @@ def _why_not_cuda(a: Float8Format, b: Float8Format, device: torch.device) -> str
     if not _in_blocks(a, b):
         return None
     if unknown := {str(f.tile) for f in (a, b) if not whole_blocks(f.tile.cols, BLOCK)}:
-        return f"takes one scale a tensor, a row or tiles of whole blocks of 1x128, not {', '.join(sorted(unknown))}"
+        return f"takes one scale per tensor, per row or per whole block of 1x128, not {', '.join(sorted(unknown))}"
     return _why_no_vector_scales(device)
 
 

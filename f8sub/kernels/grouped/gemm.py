@@ -144,7 +144,7 @@ def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> s
         return f"needs SM 9.0 (Hopper) or SM 10.0 (Blackwell), found {'.'.join(map(str, capability))}"
     known = Tile(1, ALL), Tile(ALL, ALL)
     if unknown := {str(f) for f in (a, b) if f.dtype != torch.float8_e4m3fn or f.tile not in known}:
-        return f"takes e4m3 with one scale a row or a matrix, not {', '.join(sorted(unknown))}"
+        return f"takes e4m3 with one scale per row or per matrix, not {', '.join(sorted(unknown))}"
     return None
 
 

@@ -218,7 +218,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def add_export(commands: Any) -> None:
     """Add the command to the subparsers ``commands``."""
-    words = "cast a finished checkpoint to the float8 data that training multiplied, for inference engines; needs no GPU"
+    words = (
+        "cast a finished checkpoint to the float8 data of its training, for inference engines; needs no GPU"
+    )
     made = command(commands, "export", words, "%(prog)s CHECKPOINT OUT --recipe NAME [options]")
     made.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a folder of safetensors, or of torch.distributed.checkpoint"

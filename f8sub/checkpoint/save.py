@@ -94,9 +94,14 @@ def check_target(target: Path) -> None:
     try:
         import safetensors.torch  # noqa: F401
     except ImportError as error:
-        raise Float8ConfigError("save_float8 writes with safetensors, which is not installed: pip install safetensors") from error
+        raise Float8ConfigError(
+            "save_float8 writes with safetensors, which is not installed: pip install safetensors"
+        ) from error
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Float8ConfigError(f"{target} exists and is not an empty folder, and nothing is overwritten: name another folder, or remove this one")
+        raise Float8ConfigError(
+            f"{target} exists and is not an empty folder, and nothing is overwritten: name another folder, or "
+            "remove this one"
+        )
     if target.is_symlink() or target.resolve() == Path.cwd():
         raise Float8ConfigError(f"{target} is a link or the working folder; name a folder to create")
 

@@ -19,8 +19,9 @@ NOISE = "bf16, other order of sums"
 
 
 USUAL = (
-    "Usual of 8 bits: a gradient is 5 to 10 % off, its cosine is 0.995 or more, and x noise is 5 to 200. Of nvfp4: 30 "
-    "to 40 %, 0.93, and five times as much noise. One far above the others is worth a look with f8sub.Monitor."
+    "Usual with 8 bits, as the median over a Llama's parameters: a gradient is 5 to 10 % off, its cosine is 0.995 or "
+    "more, and x noise is 5 to 200. With nvfp4: 30 to 40 %, 0.93, and five times as much noise. Look at one that is "
+    "far above the others with f8sub.Monitor."
 )
 """Medians over the parameters of Llamas of 4 and 8 layers, 20 steps trained, 2 batches, by every recipe."""
 
@@ -136,10 +137,10 @@ class Comparison:
 
     def _words(self) -> str:
         batches = len(self.losses[REFERENCE])
-        trained = "a step after each" if self.trained else "weights as they were"
+        trained = "a step after each" if self.trained else "weights unchanged"
         return (
-            f"{batches} batches, {trained}. A difference of about 1 x noise means nothing: bf16 itself moves so far "
-            "where its sums run in another order."
+            f"{batches} batches, {trained}. A difference of about 1 x noise means nothing: bf16 itself moves that "
+            "far when its sums run in another order."
         )
 
     def _losses(self) -> list[list[str]]:
@@ -219,5 +220,7 @@ def _figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Float8ConfigError("a comparison is drawn with matplotlib, which is not installed: pip install matplotlib") from error
+        raise Float8ConfigError(
+            "a comparison is drawn with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
     return Figure(figsize=size, layout="constrained")

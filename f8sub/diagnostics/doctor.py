@@ -286,15 +286,16 @@ def _machine(machine: Machine) -> Iterator[str]:
         "torch": f"{machine.torch}, CUDA {machine.cuda or 'none'}, driver {machine.driver or 'none'}",
         "kernels": f"Triton {machine.triton or 'not installed'}, NCCL {machine.nccl or 'none'}",
         "system": f"{machine.system}, Python {machine.python}",
-        "beside": ", ".join(f"{name} {found}" for name, found in machine.peers.items() if found) or "nothing",
-        "set": ", ".join(f"{name}={value}" for name, value in machine.variables.items()) or "nothing",
+        "packages": ", ".join(f"{name} {found}" for name, found in machine.peers.items() if found)
+        or "nothing",
+        "env vars": ", ".join(f"{name}={value}" for name, value in machine.variables.items()) or "nothing",
     }
     for name, value in rows.items():
         yield from _wrapped(value, f"  {name:<9}", " " * 11)
 
 
 def _recipes(diagnosis: Diagnosis) -> Iterator[str]:
-    yield "Recipes, each run once on a small layer: what makes y, dx and dw, and what casts"
+    yield "Recipes, each run once on a small layer: what computes y, dx, dw and casts"
     head, rows = ("recipe", "y", "dx", "dw", "casts", "here"), []
     for proof in diagnosis.proofs:
         backends = [product.backend or "bf16" for product in proof.products]

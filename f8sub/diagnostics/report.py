@@ -382,8 +382,8 @@ class ConversionReport:
         if not (self.of_activations or listed):
             return []
         known = (
-            f"FLOPs are those of products with weights. Products of activations, as attention has them, had "
-            f"{self.of_activations:.1%} of these in that forward and are in no share."
+            "FLOPs are those of products with weights. Products of activations, such as attention's, are not "
+            f"in these shares; they had {self.of_activations:.1%} as many FLOPs in that forward."
         )
         return [known, *([f"Weights went to operators that f8sub cannot count: {listed}."] if listed else [])]
 

@@ -117,7 +117,9 @@ def heatmap(rows: Sequence[Statistics], path: str | os.PathLike[str], role: str,
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise Float8ConfigError("Monitor.heatmap draws with matplotlib, which is not installed: pip install matplotlib") from error
+        raise Float8ConfigError(
+            "Monitor.heatmap draws with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
     if not rows:
         raise Float8ConfigError(
             "Monitor.heatmap has nothing to draw: no step was sampled yet; enter the monitor around a forward and "

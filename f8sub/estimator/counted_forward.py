@@ -486,7 +486,7 @@ def count_of_made_up(model: torch.nn.Module, inner: torch.nn.Module) -> Count | 
     try:
         made = functools.partial(made_up_batch, inner)
         return _count_on_meta(
-            model, inner, made, f"one forward of {_shown(made())}, made up, on meta", training=False
+            model, inner, made, f"one forward of made-up {_shown(made())} on meta", training=False
         )
     except Exception as error:  # the forward of any architecture
         return f"a forward of made-up inputs raised {_words(error)}"

@@ -67,7 +67,7 @@ def _head(estimate: Estimate) -> list[str]:
     )
     covered = (
         f"{plural(sum(not p.experts for p in converted), 'linear layer')}{and_experts} in float8{option}: "
-        f"{share:.1%} of the FLOPs of products with weights (attention scores are none)."
+        f"{share:.1%} of the FLOPs of products with weights (attention scores not counted)."
     )
     return [*_wrapped(model), *_wrapped(covered)]
 
@@ -251,9 +251,10 @@ def _speeds(estimate: StepEstimate) -> list[str]:
     if any(each.host_binds for each in found):
         hosts = [max(each.host_seconds for each in found if each.way == way) for way in estimate.ways]
         replayed = max(each.replayed for each in found)
+        measured = host_measured(len(estimate.shapes.blocks), replayed, first.parts)
         words = (
             f"h: the host is the limit: launching a step takes it {hosts[0] * 1e3:.0f} ms in bf16 and "
-            f"{hosts[-1] * 1e3:.0f} ms in {estimate.recipe}. {host_measured(len(estimate.shapes.blocks), replayed, first.parts)}"
+            f"{hosts[-1] * 1e3:.0f} ms in {estimate.recipe}. {measured}"
         )
         lines += _wrapped(words, "  ", "     ")
         if first.parts == 1:

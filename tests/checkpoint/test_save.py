@@ -91,7 +91,9 @@ def test_one_file_has_an_index_too_and_torchs_reader_of_blocks_opens_it(tmp_path
     f8sub.save_float8(model, tmp_path / "out", dtype=BF16)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # other users read all or none
+    assert (
+        len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+    )  # other users read all or none
     assert index["weight_map"] == dict.fromkeys(stored, "model.safetensors")
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
     name = "model.layers.1.mlp.up_proj.weight"

@@ -2,7 +2,7 @@
 
     accelerate launch --use_fsdp --fsdp_version 2 recipes/trainers/accelerate_fsdp2.py
 
-torchrun starts it as well. accelerate shards on GPUs and their like alone, not on CPUs.
+torchrun starts it as well. accelerate shards on GPUs alone: on CPUs each rank would train a whole model by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from f8sub_example import BLOCK, Tokens, build_model
 from torch.utils.data import DataLoader
 
@@ -67,6 +68,11 @@ def main() -> None:
     accelerator = Accelerator(
         mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=fsdp_plugin()
     )
+    if accelerator.distributed_type is not DistributedType.FSDP:
+        raise SystemExit(
+            "accelerate shards on GPUs alone, and every rank would train a whole model by itself; for CPUs see "
+            "docs/trainers/accelerate.md"
+        )
     loop = AccelerateLoop(accelerator)
     with f8sub.prefer_cudnn_attention():  # where it is the fastest; in the bf16 run, too
         losses = loop.train(50)

@@ -226,6 +226,19 @@ def test_accelerate(ranks, tmp_path, options):
     check_accelerate(ranks, tmp_path, options)
 
 
+def started(rank: int, world: int) -> str:
+    as_torchrun_would(rank, world)
+    try:
+        accelerate_fsdp2.main()
+    except SystemExit as stopped:
+        return str(stopped)
+    return ""
+
+
+def test_accelerate_that_does_not_shard_stops_before_it_trains(ranks):
+    assert "every rank would train a whole model by itself" in ranks(2, started)[0]
+
+
 def by_trainer(rank: int, world: int, folder: str) -> Weights:
     as_torchrun_would(rank, world)
     with recorded(hf_trainer) as record:

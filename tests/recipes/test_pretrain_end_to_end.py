@@ -128,7 +128,7 @@ def test_a_single_process_with_compile_and_activation_checkpointing(tmp_path):
     [
         (["--float8.recpie", "rowwise"], 2, "--float8.recpie"),
         (["--data.source", "/no/text"], 1, "rank 0: data.source = '/no/text': no such file or folder"),
-        (["--training.device", "cuda"], 1, "on this machine, which has 0 GPUs"),
+        (["--training.device", "cuda"], 1, "and found 0. Start at most one rank per GPU"),
     ],
 )
 def test_mistakes_end_with_one_message_and_no_traceback(tmp_path, options, code, message):

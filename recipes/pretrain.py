@@ -476,17 +476,18 @@ def joined_ranks(settings: Settings) -> Iterator[DeviceMesh]:
         The mesh of all ranks.
 
     Raises:
-        SettingsError: If CUDA was asked for and a rank would have no GPU.
+        SettingsError: If a rank would have no GPU, and CUDA was asked for or others have one.
     """
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
     kind = settings.training.device
     if kind == "auto":
-        kind = "cuda" if gpus >= local_ranks else "cpu"
+        # Where some ranks would have one, nobody means the CPU.
+        kind = "cuda" if gpus else "cpu"
     if kind == "cuda" and gpus < local_ranks:
         raise SettingsError(
-            f"--training.device cuda needs a GPU for each of this machine's ranks ({local_ranks}), and found "
-            f"{gpus}. Start at most one rank per GPU, or use --training.device cpu."
+            f"--training.device {settings.training.device} needs a GPU for each of this machine's ranks "
+            f"({local_ranks}), and found {gpus}. Start at most one rank per GPU, or use --training.device cpu."
         )
     options: dict[str, Any] = {"backend": "gloo"}
     if kind == "cuda":

@@ -14,7 +14,8 @@ import torch
 from f8sub_pretrain import model
 from f8sub_pretrain.checkpoint import MANIFEST
 from f8sub_pretrain.compare import commands, compare, hardware, noise_of, result, show, smooth, summarize
-from f8sub_pretrain.settings import parse
+from f8sub_pretrain.settings import SettingsError, parse
+from pretrain import joined_ranks
 
 from tests import namespaces
 from tests.namespaces import ROOT
@@ -136,6 +137,16 @@ def test_mistakes_end_with_one_message_and_no_traceback(tmp_path, options, code,
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ranks_without_a_gpu_where_others_have_one_are_an_error(tmp_path, monkeypatch):
+    """With ``device=auto``, too: it would train on the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    settings = changed(quick_settings(tmp_path), "training", device="auto")
+    found = r"device auto needs a GPU for each of this machine's ranks \(2\), and found 1"
+    with pytest.raises(SettingsError, match=found), joined_ranks(settings):
+        pass
 
 
 def compared(rank, world, settings):

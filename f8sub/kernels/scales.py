@@ -205,12 +205,15 @@ def _largest_of(a: torch.Tensor, tile: Tile, *, by_rows: bool) -> torch.Tensor:
     whole = ((0,) if tile.rows == ALL else ()) + ((1,) if tile.cols == ALL else ())
     if whole:
         a = a.amax(whole, keepdim=True)
+    # Not ``-shape % edge`` and -1: Inductor (2.13) keeps code of such dynamic shapes on disk without the guard that the
+    # padded matrix was one tile wide.
+    count = tile.scale_shape((a.shape[0], a.shape[1]))
     if tile.rows not in (1, ALL):
-        a = torch.nn.functional.pad(a, (0, 0, 0, -a.shape[0] % tile.rows))
-        a = torch.unflatten(a, 0, (-1, tile.rows)).amax(1)
+        a = torch.nn.functional.pad(a, (0, 0, 0, count[0] * tile.rows - a.shape[0]))
+        a = torch.unflatten(a, 0, (count[0], tile.rows)).amax(1)
     if tile.cols not in (1, ALL):
-        a = torch.nn.functional.pad(a, (0, -a.shape[1] % tile.cols))
-        a = torch.unflatten(a, 1, (-1, tile.cols)).amax(2)
+        a = torch.nn.functional.pad(a, (0, count[1] * tile.cols - a.shape[1]))
+        a = torch.unflatten(a, 1, (count[1], tile.cols)).amax(2)
     return a.float()
 
 

@@ -84,6 +84,19 @@ def test_codes_and_scales_are_the_oracles(tile, dtype, rule):
             assert np.array_equal(back.numpy(), expected.values.astype(np.float32), equal_nan=True)
 
 
+@pytest.mark.long
+def test_amaxes_of_another_shape_by_code_on_disk(tmp_path, monkeypatch):
+    """Inductor (2.13) finds code of a matrix that is one tile wide for one of two; it read past the end of that."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tile = Tile(128, 128)
+    for shape in ((128, 32), (127, 129)):
+        torch._dynamo.reset()
+        x = gaussian((shape[0], 2 * shape[1]), generator(1))[:, : shape[1]]
+        found = torch.compile(scales.amax, dynamic=True, fullgraph=True)(x, tile)
+        assert torch.equal(found, scales.amax(x, tile))
+
+
+
 @pytest.mark.parametrize("rule", ONE_LEVEL, ids=[rule.value for rule in ONE_LEVEL])
 @on_each_dtype
 def test_scales_of_every_power_of_two_amax(dtype, rule):

@@ -140,7 +140,7 @@ class AmaxTable:
         takes = self._by_kernels
         masters = [shard.master for shard in self.shards] if takes else []
         # Launches hold addresses: FSDP2 moves a shard when it pads it, and CPU offload or ``to`` when they move it.
-        places = [(master.data_ptr(), master.shape, master.stride()) for master in masters]
+        places = [(m.data_ptr(), m.dtype, m.shape, m.stride()) for m in masters]
         ways = self._ways.get(known)
         if ways is None or ways.places != places:
             left = [shard for shard in self.shards if shard not in known]

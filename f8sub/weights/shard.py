@@ -401,7 +401,8 @@ def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> lis
     found: list[Any] = [begin % ALIGNMENT, current_capture() is None and is_capturing(outs[0])]
     for each, out in zip(pending, outs, strict=True):
         shard, source, scale = each.shard, each.source, each.shard.scales.scale
-        found += shard, shard.dtype, source.data_ptr(), source.stride(), scale.data_ptr()
+        # Other memory at the same address may be of another dtype: a model goes to the CPU, to bfloat16, and back.
+        found += shard, shard.dtype, source.dtype, source.data_ptr(), source.stride(), scale.data_ptr()
         found.append(out.data_ptr() - begin)
     return found
 

@@ -5,7 +5,8 @@ The kernels are interpreted, in ranks that were forked before anything imported 
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -101,3 +102,26 @@ def test_tables_are_those_of_torchs_operators(rank, world, recipe, columns):
     assert launched.count("amaxes_of_many") in (4, 8)
     assert launched.count("scales_of_many") >= 4 * (recipe != "mxfp8")
     assert planned == 2
+
+
+def test_launches_are_planned_anew_for_another_dtype_at_the_same_address(rank, world):
+    """A model that goes to the CPU, to bfloat16 and back may lie where it lay in float32."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 32)), recipe="tensorwise")
+    fully_shard(model)
+    f8sub.precompute_scales(model)
+    (exchange,) = model.layers[0]._f8sub.conversion.exchanges.values()
+    table, (own,) = exchange.table, exchange.table.shards
+    memory = own.master.plain.clone()
+    other = memory.view(torch.bfloat16).view(-1)[: memory.numel()].view(memory.shape)
+    dtypes = []
+
+    def planned(matrices: Sequence[multi_tensor_launch.ShardInTable], amax: torch.Tensor) -> list[Any]:
+        dtypes.append(matrices[0].data.dtype)
+        return []
+
+    table._by_kernels = True
+    with mock.patch.multiple(multi_tensor_launch, amaxes=planned, takes=lambda matrix, device: True):
+        for values in (memory, memory, other):
+            own.master.data = values
+            table._ways_of(frozenset())
+    assert dtypes == [torch.float32, torch.bfloat16]

@@ -128,6 +128,35 @@ class Together:
         return SimpleNamespace(run=run)
 
 
+@contextlib.contextmanager
+def cast_together() -> Iterator[Together]:
+    """Have a CPU cast as GPUs do; yield what it launched."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kernels = Together()
+        monkeypatch.setattr(cuda, "takes_slice", lambda part: part.x.numel() > 0)
+        monkeypatch.setattr(f8sub.kernels.triton, "quantize_launch", kernels, raising=False)
+        monkeypatch.setattr(cuda.support, "takes", lambda x: False)
+        monkeypatch.setattr(cuda, "cast_into", reference_into)
+        yield kernels
+
+
+def test_a_launch_is_made_anew_for_another_dtype_at_the_same_address(rank, world):
+    """A model that goes to the CPU, to bfloat16 and back may lie where it lay in float32."""
+    model = shard(f8sub.convert_to_float8(seed_weights(Stack(32, 32)), recipe="tensorwise"))
+    f8sub.precompute_scales(model)
+    own = shard_of(model.layers[0])
+    memory = own.master.plain.clone()
+    other = memory.view(torch.bfloat16).view(-1)[: memory.numel()].view(memory.shape)
+    out = torch.empty(memory.numel(), dtype=torch.uint8)
+    with cast_together() as kernels:
+        for values in (memory, other):
+            values.copy_(gaussian(tuple(memory.shape), generator(rank)))
+            expected = own.cast(MasterWeight(values)).view(-1)
+            shards.cast_into([PendingCodes(own, MasterWeight(values))], [out])
+            assert torch.equal(out, expected)
+    assert kernels.made == 2
+
+
 @on_each(("tensorwise", "rowwise", "gridquant"))
 @pytest.mark.parametrize("aligned", [True, False])
 def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
@@ -149,12 +178,7 @@ def test_one_launch_casts_the_weights_of_a_group(rank, world, recipe, aligned):
         return found
 
     expected = losses()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        kernels = Together()
-        monkeypatch.setattr(cuda, "takes_slice", lambda part: part.x.numel() > 0)
-        monkeypatch.setattr(f8sub.kernels.triton, "quantize_launch", kernels, raising=False)
-        monkeypatch.setattr(cuda.support, "takes", lambda x: False)
-        monkeypatch.setattr(cuda, "cast_into", reference_into)
+    with cast_together() as kernels:
         assert losses() == expected
     is_launched = aligned or rank == 0
     assert (kernels.launches, kernels.made) == (([3, 3, 3], 1) if is_launched else ([], 0))

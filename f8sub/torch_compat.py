@@ -961,9 +961,9 @@ def _copying(default: Any) -> Any:
         is_filled = False
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-            """Return the input; once that is filled, the output."""
-            plain: torch.Tensor = super().allocate(size, dtype=dtype, device=device)
+            """Return the input; once that is filled, the output, also where a pass failed in between."""
             filled, self.is_filled = self.is_filled, False
+            plain: torch.Tensor = super().allocate(size, dtype=dtype, device=device)
             return plain if filled else _InputBuffer(plain, self)
 
         def __call__(
@@ -1001,10 +1001,12 @@ class _InputBuffer(torch.Tensor):
         if func is torch.ops.aten.view.default and len(args[1]) == 2:
             return _InputBuffer(args[0].plain.view(args[1]), args[0].comm)
         if func.name() in CHUNK_CATS and isinstance(out := kwargs.get("out"), _InputBuffer):
-            out.comm.is_filled = True
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if dim == 0 and out.comm.copies_by(args[0], out.plain):
-                return None
+            if dim != 0 or not out.comm.copies_by(args[0], out.plain):
+                func(*args, **{**kwargs, "out": out.plain})
+            # Last: a copy that raises fills nothing, and FSDP2 asks for an input next.
+            out.comm.is_filled = True
+            return None
         args, kwargs = tree_map_only(_InputBuffer, lambda each: each.plain, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -175,3 +175,36 @@ def after_an_error(rank: int, world: int) -> None:
 
 def test_an_error_in_a_copy(ranks):
     ranks(1, after_an_error)
+
+
+def after_what_failed(rank: int, world: int) -> None:
+    """The next pass of the same model asks for an input, whether the copy raised or the output's allocation."""
+    model = f8sub.convert_to_float8(seed_weights(Stack(32, 48)))
+    fully_shard(model, mp_policy=BF16)
+    with copies():
+        f8sub.precompute_scales(model)
+        model(gaussian((8, 32), generator(1)).bfloat16()).sum().backward()
+        ((group, _),) = torch_compat.parameter_groups({(model.layers[0], "weight"): None})
+        comm, gradient, how = group._reduce_scatter_comm, torch.ones(48, 32), {"device": torch.device("cpu")}
+        default = type(comm).__mro__[1]
+
+        def asked() -> torch.Tensor:
+            return comm.allocate((gradient.numel(),), dtype=torch.float32, **how)
+
+        def fill(out: torch.Tensor) -> None:
+            torch_compat.chunk_cat([gradient], 1, out.view(1, -1))
+
+        with mock.patch.object(chunk_cat, "chunk_cat", side_effect=MemoryError), pytest.raises(MemoryError):
+            fill(asked())
+        for _ in range(2):
+            fill(given := asked())
+            assert type(given) is torch_compat._InputBuffer
+            assert torch.equal(given.plain, gradient.view(-1))
+            with mock.patch.object(default, "allocate", side_effect=MemoryError), pytest.raises(MemoryError):
+                asked()
+        fill(asked())
+        assert type(asked()) is torch.Tensor
+
+
+def test_what_failed_is_forgotten(ranks):
+    ranks(1, after_what_failed)

@@ -96,7 +96,6 @@ def test_amaxes_of_another_shape_by_code_on_disk(tmp_path, monkeypatch):
         assert torch.equal(found, scales.amax(x, tile))
 
 
-
 @pytest.mark.parametrize("rule", ONE_LEVEL, ids=[rule.value for rule in ONE_LEVEL])
 @on_each_dtype
 def test_scales_of_every_power_of_two_amax(dtype, rule):

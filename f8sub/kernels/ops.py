@@ -143,6 +143,7 @@ def _derive_columnwise(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> list[torch.Tensor]:
     """Codes, and scales where they are others than ``scale_inv``."""
+    reference.refuse_freed(data)
     if (
         scale_inv.dim() == 2
         and (again := cuda.derive_again(data, scale_inv, rowwise, columnwise)) is not None
@@ -392,6 +393,7 @@ def _fake_experts(w: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Ten
 def _derive_columnwise_of_experts(
     data: torch.Tensor, scale_inv: torch.Tensor, after: torch.Tensor, rowwise: str, columnwise: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    reference.refuse_freed(data)
     given = ExpertWeights(data, scale_inv, Float8Format.parse(rowwise))
     made = cuda.derive_columnwise_of_experts(given, Float8Format.parse(columnwise))
     # An operator may not return a view of its argument.

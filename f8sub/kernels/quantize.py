@@ -187,6 +187,7 @@ def derive_columnwise_in_backward(
     """
     if torch.compiler.is_compiling():
         return ops.derived_in_backward(rowwise, columnwise, after, any_layout)
+    reference.refuse_freed(rowwise.data)
     if any_layout:
         return reference.derive_columnwise(rowwise, columnwise, any_layout)
     return cuda.derive_columnwise(rowwise, columnwise)
@@ -221,6 +222,7 @@ def derive_columnwise_of_experts(
         data, scale_inv, own = rowwise
         codes, scales = ops.derive_of_experts_as_one_node(data, scale_inv, after, own.name, format.name)
         return ExpertWeights(codes, scales, format)
+    reference.refuse_freed(rowwise.data)
     if after.is_cpu:
         return operands.derive_columnwise(rowwise, format)
     return cuda.derive_columnwise_of_experts(rowwise, format)

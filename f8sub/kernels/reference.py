@@ -138,6 +138,15 @@ def cast_into(
     out[:, : codes.shape[1]] = codes.view(torch.uint8)
 
 
+def refuse_freed(codes: torch.Tensor) -> None:
+    """Raise RuntimeError where FSDP2 has freed the codes of a gathered weight: kernels would read memory of others."""
+    if codes.numel() and not codes.untyped_storage().size():
+        raise RuntimeError(
+            f"backward reads the codes of a gathered weight of shape {tuple(codes.shape)}, which FSDP2 has freed and "
+            "did not gather again: set_unshard_in_backward(False) is for modules whose backward needs no weight"
+        )
+
+
 def derive_columnwise(rowwise: Operand, columnwise: Float8Format, any_layout: bool = False) -> Operand:
     """The columnwise operand, (cols, rows), of (rows, cols) codes; ``any_layout`` as in ``quantize``.
 

@@ -72,3 +72,19 @@ def test_weights_that_a_rank_does_not_use_get_gradients_from_the_others(rank, wo
         found.append([p.grad.full_tensor() for p in model.parameters()])
     assert equal(*found)
     assert all(gradient.any() for gradient in found[0])
+
+
+def backward_without_weights(rank: int, world: int, recipe: str) -> str:
+    model = shard(transformer(recipe), BF16)
+    model.blocks[1].set_unshard_in_backward(False)
+    y = model(gaussian((2, 4, 32), generator(rank)))
+    with pytest.raises(RuntimeError) as raised:
+        y.sum().backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_weight_that_backward_needs_and_was_told_not_to_gather(ranks, recipe):
+    """Freed codes have no memory, which kernels would read all the same."""
+    for said in ranks(1, backward_without_weights, recipe):
+        assert "backward reads the codes of a gathered weight of shape" in said

@@ -64,10 +64,15 @@ class _Tensors:
 _learns = operator.attrgetter("requires_grad")
 _trains = operator.attrgetter("training")
 _hooks_of_tensor = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_held = operator.attrgetter("_modules", "_parameters", "_buffers")
 _hooks_of_module = operator.attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
+
+
+def _tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
+    # A scripted module's are of another class, and what they give is another object at each look.
+    tables = module._modules, module._parameters, module._buffers
+    return [table for table in tables if isinstance(table, dict)]
 
 
 def _keys(hooks: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -93,16 +98,18 @@ class _Modules:
         for table in hooks:
             (self._with_hooks if table else self._without_hooks).append(table)
         self._hooks = list(map(tuple, self._with_hooks))
-        self._holders = list(itertools.chain.from_iterable(map(_held, self.modules)))
-        self._children = [module._modules for module in self.modules if module._modules]
+        tables = list(map(_tables_of, self.modules))
+        self._holders = list(itertools.chain.from_iterable(tables))
+        of_holders = [name for name, held in zip(self._names, tables, strict=True) for _ in held]
+        self._children = [held[0] for held in tables if held and held[0]]
         self._below = self._children_now()
         # What is known of each module, and what to say where it is no longer so.
-        self._known: list[tuple[Callable[[], list[Any]], str, list[Any]]] = [
-            (known, said, known())
-            for known, said in (
-                (lambda: list(map(type, self.modules)), "was given another class, as conversions do"),
-                (self._states, "was converted again"),
-                (lambda: list(map(len, self._holders)), "has more or fewer modules, parameters or buffers"),
+        self._known: list[tuple[Callable[[], list[Any]], list[str], str, list[Any]]] = [
+            (known, names, said, known())
+            for known, names, said in (
+                (self._kinds, self._names, "was given another class, as conversions do"),
+                (self._states, self._names, "was converted again"),
+                (self._lengths, of_holders, "has more or fewer modules, parameters or buffers"),
             )
         ]
         self._training = list(map(_trains, self.modules))
@@ -111,26 +118,32 @@ class _Modules:
         """Say what is no longer as it was; None where all is."""
         if self._training != list(map(_trains, self.modules)):
             return "model.train() or model.eval() was called"
-        for known, said, before in self._known:
+        for known, names, said, before in self._known:
             if (now := known()) != before:
-                return f"{self._first(before, now)} {said}"
+                different = map(operator.ne, now, before)
+                return f"{next(itertools.compress(names, different)) or 'the model'} {said}"
         if not all(map(operator.is_, self._children_now(), self._below)):
             return "a module was replaced"
         if any(self._without_hooks) or list(map(tuple, self._with_hooks)) != self._hooks:
             return "hooks of modules were registered or removed"
         return None
 
+    def tensors(self) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
+        """Return each place of a parameter or buffer, with what is there; None is, where a layer has no bias."""
+        places = [(table, *entry) for table in self._holders for entry in table.items()]
+        return [place for place in places if not isinstance(place[2], torch.nn.Module)]
+
+    def _kinds(self) -> list[Any]:
+        return list(map(type, self.modules))
+
+    def _lengths(self) -> list[Any]:
+        return list(map(len, self._holders))
+
     def _states(self) -> list[Any]:
         return list(map(dict.get, self._attributes, itertools.repeat("_f8sub")))
 
     def _children_now(self) -> list[Any]:
         return list(itertools.chain.from_iterable(map(dict.values, self._children)))
-
-    def _first(self, before: list[Any], now: list[Any]) -> str:
-        index = next(
-            index for index, (one, other) in enumerate(zip(before, now, strict=True)) if one != other
-        )
-        return self._names[index * len(self.modules) // len(before)] or "the model"
 
 
 _NUMBERS = bool, int, float, complex, str
@@ -212,14 +225,7 @@ class Dependencies:
     ) -> None:
         self._modules = _Modules(parts)
         self._numbers = Numbers(parts, changing)
-        holders = [
-            holder
-            for module in self._modules.modules
-            for holder in (module._parameters, module._buffers)
-            if holder
-        ]
-        # Entries that are None, such as a bias that a layer has not, stay so.
-        entries = [(holder, *entry) for holder in holders for entry in holder.items()]
+        entries = self._modules.tensors()
         self._places = _transposed((holder, name) for holder, name, tensor in entries if tensor is not None)
         self._empty = _transposed((holder, name) for holder, name, tensor in entries if tensor is None)
         self._held = _Tensors([tensor for *_, tensor in entries if tensor is not None])

@@ -502,6 +502,23 @@ def test_a_number_that_each_step_changes(imitated):
     assert model.lm_head.calls == 4
 
 
+class Scale(nn.Module):
+    """A layer to script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_a_part_that_is_scripted(imitated):
+    model = small("rowwise")
+    model.blocks[0].norm1 = nn.Sequential(model.blocks[0].norm1, torch.jit.script(Scale()))
+    assert hows(step_of(model), 6) == ["l", "l", "l", "c", "r", "r"]
+
+
 def test_options_of_sharding_that_change(ranks):
     for found in ranks(2, with_options_that_change):
         for (launched, replayed, why), option in zip(found, SHARDING.values(), strict=True):

@@ -220,7 +220,7 @@ HOPPER = {
     "old-cuda": ((9, 0), "12.8", VECTOR, BLOCK, "CUDA 12.9 or newer, found SM 9.0, CUDA 12.8"),
     "ada": ((8, 9), "13.0", VECTOR, BLOCK, "found SM 8.9"),
     "blackwell": ((10, 0), "13.0", VECTOR, BLOCK, "found SM 10.0"),
-    "finer": ((9, 0), "13.0", Float8Format(E4M3, Tile(1, 64)), BLOCK, "whole blocks of 1x128, not 1x64"),
+    "finer": ((9, 0), "13.0", Float8Format(E4M3, Tile(1, 64)), BLOCK, "per whole block of 1x128, not 1x64"),
     "no-multiple": ((9, 0), "13.0", VECTOR, Float8Format(E4M3, Tile(192, 192)), "not 192x192"),
 }
 

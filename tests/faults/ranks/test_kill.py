@@ -1,6 +1,7 @@
 """A rank that dies anywhere: torchrun starts all of them again, and the losses are the uninterrupted run's, bitwise."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,8 @@ def test_the_run_goes_on_from_the_last_whole_checkpoint(ranks, uninterrupted, tm
         ranks(2, train_as_launched, expected)
     done = torchrun(tmp_path, kill_at)
     assert done.returncode == 0, done.stderr[-5000:]
-    assert "exitcode  : -9" in done.stderr or "exitcode: -9" in done.stderr, done.stderr[-3000:]
+    # The agent names the rank that it sees die first: the one that was killed, or the other, whose connection closed.
+    assert re.search(r"exitcode *: -(9|6)\b", done.stderr), done.stderr[-3000:]
     assert f"Resumed from {tmp_path}/checkpoints/step-00000002" in done.stdout
     cut_short = "Checkpoint step-00000004 is refused: it has no manifest.json, so saving it was cut short."
     assert (cut_short in done.stdout) == ("save" in kill_at)

@@ -148,6 +148,8 @@ class _Modules:
 
 _NUMBERS = bool, int, float, complex, str
 _PACKAGE = __name__.partition(".")[0]
+_NOT_COMPARED = {"require_forward_param_sync"}
+"""What each forward of DistributedDataParallel writes, an evaluation another value than a training step."""
 
 
 class Number(NamedTuple):
@@ -174,7 +176,7 @@ def numbers_of(parts: Iterable[torch.nn.Module]) -> list[Number]:
         for name, module in modules.values()
         if "_f8sub" in vars(module) or type(module).__module__.partition(".")[0] != _PACKAGE
         for key, value in vars(module).items()
-        if type(value) in _NUMBERS
+        if type(value) in _NUMBERS and key not in _NOT_COMPARED
     ]
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import f8sub
 from f8sub.graphs import dependencies, optimizers, recorded
@@ -517,6 +518,24 @@ def test_a_part_that_is_scripted(imitated):
     model = small("rowwise")
     model.blocks[0].norm1 = nn.Sequential(model.blocks[0].norm1, torch.jit.script(Scale()))
     assert hows(step_of(model), 6) == ["l", "l", "l", "c", "r", "r"]
+
+
+def of_replicas(rank: int, world: int) -> tuple[str | None, str | None]:
+    model = DistributedDataParallel(small("rowwise"))
+    x, _ = batch_of(0)
+    for _ in range(2):
+        model(x).sum().backward()
+    captured = dependencies.Dependencies([model], [], None)
+    with torch.no_grad():
+        model(x)
+    evaluated = captured.difference()
+    with model.no_sync():
+        return evaluated, captured.difference()
+
+
+def test_replicas_that_evaluate_are_as_they_were(ranks):
+    """What DistributedDataParallel notes of each forward is no constant; that gradients stay apart is one."""
+    assert ranks(1, of_replicas) == [(None, "require_backward_grad_sync changed")]
 
 
 def test_options_of_sharding_that_change(ranks):

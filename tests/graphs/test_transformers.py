@@ -89,3 +89,38 @@ def test_a_decoder_is_captured_though_its_first_forward_waits(recipe, first_with
         hows.append(step.how)
     assert "replayed" in hows[:4]
     assert hows[-1] == "replayed", (hows, step.why_launched)
+
+
+@pytest.mark.usefixtures("imitated")
+def test_what_evaluates_between_steps_changes_no_constant(tmp_path):
+    """Generation, evaluation, saving and gradient statistics leave attributes of modules as they were."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="sdpa"))
+    f8sub.convert_to_float8(model, "rowwise", skip_defaults=False, backend="reference")
+    attend_causally(model)
+    # 0 is padding to generate.
+    ids = torch.randint(1, 64, (2, 16), generator=generator(0))
+
+    def function(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=ids, labels=ids)
+            model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        model.train()
+        model.save_pretrained(tmp_path)
+
+    step = f8sub.graph_step(
+        function, model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), warmup=2
+    )
+    for _ in range(4):
+        step(ids)
+    assert step.how == "replayed"
+    for _ in range(2):
+        evaluate()
+        step(ids)
+        assert step.how == "replayed", step.why_launched

@@ -457,8 +457,10 @@ SHARDING = {
 }
 
 
-def with_options_that_change(rank: int, world: int) -> list[tuple[list[Any], list[Any], str]]:
-    def train(change: Callable[[Any], None], imitated: bool) -> tuple[list[Any], str]:
+def with_an_option_that_changes(
+    rank: int, world: int, change: Callable[[Any], None]
+) -> tuple[list[Any], list[Any], str]:
+    def train(imitated: bool) -> tuple[list[Any], str]:
         with pytest.MonkeyPatch.context() as patch:
             if imitated:
                 imitate(patch)
@@ -473,12 +475,9 @@ def with_options_that_change(rank: int, world: int) -> list[tuple[list[Any], lis
             found += [step(*batch_of(index, rank)).item() for index in range(6, 10)]
             return [*found, step.how], why
 
-    found = []
-    for change in SHARDING:
-        launched, _ = train(change, False)
-        replayed, why = train(change, True)
-        found.append((launched[:-1], replayed, why))
-    return found
+    launched, _ = train(False)
+    replayed, why = train(True)
+    return launched[:-1], replayed, why
 
 
 class Counting(nn.Linear):
@@ -538,11 +537,11 @@ def test_replicas_that_evaluate_are_as_they_were(ranks):
     assert ranks(1, of_replicas) == [(None, "require_backward_grad_sync changed")]
 
 
-def test_options_of_sharding_that_change(ranks):
-    for found in ranks(2, with_options_that_change):
-        for (launched, replayed, why), option in zip(found, SHARDING.values(), strict=True):
-            assert replayed == [*launched, "replayed"]
-            assert f"an option of FSDP2 changed: {option} of group" in why
+@pytest.mark.parametrize("change", long_but([divided, given_another_reduction], SHARDING))
+def test_options_of_sharding_that_change(ranks, change):
+    for launched, replayed, why in ranks(2, with_an_option_that_changes, change):
+        assert replayed == [*launched, "replayed"]
+        assert f"an option of FSDP2 changed: {SHARDING[change]} of group" in why
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ class Gemm(NamedTuple):
         return {"right": right, "variants": figures}
 
 
+@pytest.mark.long
 @needs_triton
 def test_those_that_are_wrong_hang_or_die_are_not_timed(tune, monkeypatch, capsys):
     monkeypatch.setattr(tune, "machine", lambda _: {})

@@ -23,6 +23,7 @@ from tests.integrations.torchtitan.runs import (
 )
 from tests.integrations.torchtitan.test_job_config import converted_by, parsed
 from tests.ranks import RankFailure
+from tests.selection import long_but
 
 pytestmark = pytest.mark.usefixtures("any_titan")
 long = pytest.mark.long
@@ -333,7 +334,7 @@ def test_one_rank_reduces_nothing(train):
 ATTENTION = 'f8sub:{"attention":"float8"}'
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", long_but([2], [1, 2]))
 def test_attention_in_float8(train, world):
     """By the option alone, and with a backward in bf16."""
     configs = "f8sub", ATTENTION, 'f8sub:{"attention":"float8_forward"}'

@@ -146,6 +146,25 @@ def test_hsdp(rank, world, recipe):
     assert equal(found, trained(converted(3, recipe), 3))
 
 
+def backward_without_weights(rank: int, world: int, recipe: str, kind: type[nn.Module]) -> str:
+    model = sharded(converted(3, recipe, kind))
+    model.experts.set_unshard_in_backward(False)
+    x, ends = batch(3, 0)
+    y = model(x.requires_grad_(), ends)
+    dy = gaussian(tuple(y.shape), generator(4))
+    with pytest.raises(RuntimeError) as raised:
+        y.backward(dy)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("tensorwise", OwnExperts), ("rowwise", OwnExperts), ("rowwise", TransposedExperts)]
+)
+def test_experts_that_backward_needs_and_was_told_not_to_gather(ranks, recipe, kind):
+    for said in ranks(1, backward_without_weights, recipe, kind):
+        assert "backward reads the codes of a gathered weight of shape" in said
+
+
 def along_rows(weight: nn.Parameter) -> Shard | None:
     return Shard(1) if weight.dim() == 3 else None
 

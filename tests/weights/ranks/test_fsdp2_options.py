@@ -74,17 +74,22 @@ def test_weights_that_a_rank_does_not_use_get_gradients_from_the_others(rank, wo
     assert all(gradient.any() for gradient in found[0])
 
 
-def backward_without_weights(rank: int, world: int, recipe: str) -> str:
+def backward_without_weights(rank: int, world: int, recipe: str, compiled: bool) -> str:
     model = shard(transformer(recipe), BF16)
+    if compiled:
+        model.blocks[1].compile(backend="aot_eager")
     model.blocks[1].set_unshard_in_backward(False)
     y = model(gaussian((2, 4, 32), generator(rank)))
+    dy = gaussian(tuple(y.shape), generator(10 + rank)).to(y.dtype)
     with pytest.raises(RuntimeError) as raised:
-        y.sum().backward()
+        y.backward(dy)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_a_weight_that_backward_needs_and_was_told_not_to_gather(ranks, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "compiled"), [("tensorwise", False), ("rowwise", False), ("mxfp8", False), ("blockwise", True)]
+)
+def test_a_weight_that_backward_needs_and_was_told_not_to_gather(ranks, recipe, compiled):
     """Freed codes have no memory, which kernels would read all the same."""
-    for said in ranks(1, backward_without_weights, recipe):
+    for said in ranks(1, backward_without_weights, recipe, compiled):
         assert "backward reads the codes of a gathered weight of shape" in said

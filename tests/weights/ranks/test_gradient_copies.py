@@ -183,7 +183,8 @@ def after_what_failed(rank: int, world: int) -> None:
     fully_shard(model, mp_policy=BF16)
     with copies():
         f8sub.precompute_scales(model)
-        model(gaussian((8, 32), generator(1)).bfloat16()).sum().backward()
+        y = model(gaussian((8, 32), generator(1)).bfloat16())
+        y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
         ((group, _),) = torch_compat.parameter_groups({(model.layers[0], "weight"): None})
         comm, gradient, how = group._reduce_scatter_comm, torch.ones(48, 32), {"device": torch.device("cpu")}
         default = type(comm).__mro__[1]

@@ -37,6 +37,7 @@ from f8sub.errors import (
 )
 from f8sub.estimator.estimate import estimate, estimate_step
 from f8sub.estimator.results import Estimate, StepEstimate
+from f8sub.experts.gated_linear import grouped_swiglu
 from f8sub.experts.grouped_linear import grouped_linear
 from f8sub.experts.seams import register_experts
 from f8sub.experts.token_dispatch import dispatch_tokens_in_float8, exchange_tokens
@@ -95,6 +96,7 @@ __all__ = [
     "get_recipe",
     "graph_step",
     "grouped_linear",
+    "grouped_swiglu",
     "keep_swiglu_input_in_float8",
     "load_float8",
     "precompute_scales",

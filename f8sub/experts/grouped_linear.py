@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed
-from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format
+from f8sub.formats import HIGH_PRECISION, MULTIPLE, Float8Format, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import REFERENCE, Plan
 from f8sub.kernels.grouped import ops as grouped_ops
@@ -138,14 +138,10 @@ class GroupedMatmul(torch.autograd.Function):
         if a is None or spec.b is None:
             y = grouped_ops.high_precision_rows(tokens, _values(w, call), groups)
         else:
-            y = grouped_ops.rows(plan.fprop, spec, a, rowwise_of_experts(w, spec.b, call), groups, dtype)
+            y = product_of_rows(a, w, groups, call)
         saved: tuple[torch.Tensor, ...] = ()
         if ctx.needs_input_grad[1]:
-            saved = (
-                (tokens,)
-                if kept is None
-                else (kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends)
-            )
+            saved = (tokens,) if kept is None else tensors_of(kept)
         ctx.save_for_backward(w, ends, *saved)
         ctx.call, ctx.rows = call, len(x)
         return y
@@ -156,7 +152,7 @@ class GroupedMatmul(torch.autograd.Function):
             raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
         w, ends, *saved = ctx.saved_tensors
         call: GroupedCall = ctx.call
-        plan, dtype, _, sources = call
+        plan, sources = call.plan, call.sources
         recipe, groups = plan.recipe, Groups.of(ends, ctx.rows)
         dy = dy.contiguous()  # sum() hands over strides of 0
         dx = dw = None
@@ -171,17 +167,46 @@ class GroupedMatmul(torch.autograd.Function):
             if a is None or d.b is None:
                 dx = grouped_ops.high_precision_rows(dy, _values(w, call).transpose(1, 2), groups)
             else:
-                dx = grouped_ops.rows(plan.dgrad, d, a, _columnwise(w, d.b, call, dy), groups, dtype)
+                dx = gradient_of_rows(a, w, groups, call, dy)
         # dw (E, N, K) = dy.t() (N, M) with x (M, K), each matrix over its expert's rows
         if needs_dw:
             if left is None or g.b is None or plan.wgrad is None:
                 dw = grouped_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
             else:
-                data, scale_inv, first, stops = saved
-                right = Tokens(data, scale_inv, g.b, Groups(first, stops, data.shape[1]), True)
-                dw = grouped_ops.weights(plan.wgrad, g, left, right, groups, w.dtype)
+                dw = gradient_of_weights(left, saved, w, groups, call)
             dw = dw.transpose(1, 2) if call.transposed else dw
         return dx, dw, None, None
+
+
+def tensors_of(kept: Tokens) -> tuple[torch.Tensor, ...]:
+    """What backward needs of codes that it sums over: ``gradient_of_weights`` takes them back."""
+    return kept.data, kept.scale_inv, kept.groups.first, kept.groups.ends
+
+
+def product_of_rows(a: Tokens, w: torch.Tensor, groups: Groups, call: GroupedCall) -> torch.Tensor:
+    """y (M, N) of fprop, of codes of x (M, K) and a weight of N and K as it is stored."""
+    spec = call.plan.recipe.fprop
+    right = rowwise_of_experts(w, present(spec.b), call)
+    return grouped_ops.rows(call.plan.fprop, spec, a, right, groups, call.dtype)
+
+
+def gradient_of_rows(
+    a: Tokens, w: torch.Tensor, groups: Groups, call: GroupedCall, after: torch.Tensor
+) -> torch.Tensor:
+    """dx (M, K) of dgrad, of codes of dy (M, N); ``after`` is made in backward, and its values are not read."""
+    spec = call.plan.recipe.dgrad
+    right = _columnwise(w, present(spec.b), call, after)
+    return grouped_ops.rows(call.plan.dgrad, spec, a, right, groups, call.dtype)
+
+
+def gradient_of_weights(
+    left: Tokens, saved: Sequence[torch.Tensor], w: torch.Tensor, groups: Groups, call: GroupedCall
+) -> torch.Tensor:
+    """dw (E, N, K) of wgrad, of codes of dy and ``tensors_of`` those of x."""
+    spec = call.plan.recipe.wgrad
+    data, scale_inv, first, ends = saved
+    right = Tokens(data, scale_inv, present(spec.b), Groups(first, ends, data.shape[1]), True)
+    return grouped_ops.weights(call.plan.wgrad, spec, left, right, groups, w.dtype)
 
 
 def _values(w: torch.Tensor, call: GroupedCall) -> torch.Tensor:
@@ -398,6 +423,47 @@ def grouped_linear(
         own = grouped_linear(x, weight.source, offs, recipe, transposed=transposed, backend=backend)
         groups = Groups.of(ends_of(offs), len(x))
         return own + weight.of_tokens(x.to(own.dtype), groups, transposed=transposed)
+    made = prepared(x, weight, offs, recipe, transposed=transposed, backend=backend)
+    owner, weight, groups, call = made.owner, made.weight, made.groups, made.call
+    if call is None:
+        y = in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
+    else:
+        y = multiply(x, weight, groups, call)
+        if autocast.was_entered and made.module is not None:
+            autocast.remember(made.module, call.plan, y)
+    for watch in _watchers:
+        watch(owner, Multiplied(x, weight, groups, call, y))
+    return y
+
+
+class Prepared(NamedTuple):
+    """One call of ``grouped_linear`` before it multiplies.
+
+    Attributes:
+        owner: the converted module whose forward runs, or that the weight is of; None for none.
+        module: the same where its plan is used.
+        weight: this rank's part, as it is stored.
+        groups: of the tokens.
+        call: None in high precision, where the weight is as it was given.
+    """
+
+    owner: Any
+    module: Any
+    weight: torch.Tensor
+    groups: Groups
+    call: GroupedCall | None
+
+
+def prepared(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe | str | None,
+    *,
+    transposed: bool,
+    backend: str,
+) -> Prepared:
+    """Check the arguments of ``grouped_linear``, of which x may be without values, and find its plan."""
     owner = _module_of(weight)
     module, plan = (owner, None) if recipe is None else (None, _plan_of(recipe, x.device.type, backend))
     if module is not None:
@@ -409,22 +475,19 @@ def grouped_linear(
     _check(owner, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        y = in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
-        for watch in _watchers:
-            watch(owner, Multiplied(x, weight, groups, None, y))
-        return y
+        return Prepared(owner, module, weight, groups, None)
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
     if module is not None and module._f8sub.needed is not None:
         module._f8sub.needed.compare(x, weight)
     call = GroupedCall(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
-    y = multiply(x, weight, groups, call)
-    if autocast.was_entered and module is not None:
-        autocast.remember(module, plan, y)
-    for watch in _watchers:
-        watch(owner, Multiplied(x, weight, groups, call, y))
-    return y
+    return Prepared(owner, module, weight, groups, call)
+
+
+def is_watched() -> bool:
+    """Return whether each product is looked at by itself, with its factors."""
+    return bool(_watchers) or autocast.was_entered
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: GroupedCall) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
+from f8sub.experts.gated_linear import grouped_swiglu
 from f8sub.experts.grouped_linear import grouped_linear, local_part
 from f8sub.weights.weight import MADE_OF, own_parameter
 
@@ -140,6 +141,38 @@ def routed(
     ends = counts.scatter_add_(0, known.long(), is_here.int()).cumsum(0)
     x = hidden_states[order // top_k]
 
+    if _is_swiglu(module):
+        how: dict[str, Any] = {"transposed": module.is_transposed}
+        y = grouped_swiglu(x, module.gate_up_proj, None, module.down_proj, ends, **how)
+    else:
+        y = _by_product(module, x, ends, known)
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
+    # Rows of other ranks' experts have the last expert's bias by now, and must add nothing.
+    y = torch.where(is_here[:, None], y * top_k_weights.flatten()[order][:, None], 0)
+    back = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
+    )
+    # Put back first: ``index_add_`` adds in another order at each call on a GPU.
+    return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Return whether experts of transformers have its own gate, with SiLU, and nothing looks at what is between."""
+    act = getattr(module, "act_fn", None)
+    gate = getattr(type(module), "_apply_gate", None)
+    return (
+        module.has_gate
+        and not module.has_bias
+        and type(act) is torch.nn.SiLU
+        and not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
+        and getattr(gate, "__qualname__", "") == "_default_apply_gate"
+    )
+
+
+def _by_product(module: Any, x: torch.Tensor, ends: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return the experts' results for their tokens; ``known`` is the expert of each."""
+
     def multiplied(name: str, x: torch.Tensor) -> torch.Tensor:
         y = grouped_linear(x, getattr(module, name), ends, transposed=module.is_transposed)
         if not module.has_bias:
@@ -151,13 +184,4 @@ def routed(
         h = module._apply_gate(multiplied("gate_up_proj", x))
     else:
         h = module.act_fn(multiplied("up_proj", x))
-    y = multiplied("down_proj", h)
-    if getattr(module, "has_post_expert_norm", False):
-        y = module.post_expert_norm(y)
-    # Rows of other ranks' experts have the last expert's bias by now, and must add nothing.
-    y = torch.where(is_here[:, None], y * top_k_weights.flatten()[order][:, None], 0)
-    back = torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
-    )
-    # Put back first: ``index_add_`` adds in another order at each call on a GPU.
-    return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+    return multiplied("down_proj", h)

@@ -13,6 +13,7 @@ from f8sub.capture import is_capturing
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, present, share_scale
 from f8sub.kernels import reference
 from f8sub.kernels.grouped import operands
+from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
     Groups,
@@ -29,7 +30,9 @@ from f8sub.kernels.triton.support import (
     ALIGNMENT,
     EDGE,
     EXPONENT_VECTOR,
+    PAIRED_SQUARES,
     ROWWISE,
+    TENSORWISE,
     VECTOR,
     ShardSlice,
     takes_slice,
@@ -292,6 +295,15 @@ def quantize_tokens(
             (x, ends),
             lambda: token_launches(x, ends, rowwise, columnwise, multiple),
         )
+    return _tokens_of(tensors, groups, rowwise, columnwise)
+
+
+def _tokens_of(
+    tensors: Sequence[torch.Tensor],
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+) -> tuple[Tokens | None, Tokens | None]:
     # First rows and ends of what is laid out come before the table.
     first, laid_ends = tensors[-3], tensors[-2]
     row = col = None
@@ -305,14 +317,68 @@ def quantize_tokens(
     return row, col
 
 
+def quantize_gated(
+    gated: Gated,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Tokens | None, Tokens | None]:
+    """``quantize_tokens`` of what is computed where it is cast; of its values where no kernel does both."""
+    if not _takes_gated(gated, groups, rowwise, columnwise, multiple):
+        return quantize_tokens(gated.values(), groups, rowwise, columnwise, multiple)
+    from f8sub.kernels.triton import launch
+
+    ends = groups.ends.contiguous()
+    with support.device_of(gated.gate):
+        tensors = launch.run(
+            ("gated", rowwise, columnwise, multiple, gated.side),
+            (gated.gate, gated.up, gated.dh, ends),
+            lambda: token_launches(gated.empty(), ends, rowwise, columnwise, multiple, gated),
+        )
+    return _tokens_of(tensors, groups, rowwise, columnwise)
+
+
+def _takes_gated(
+    gated: Gated,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int,
+) -> bool:
+    """Return whether the kernels of whole tiles of bfloat16 cast it, which alone compute what they cast."""
+    like, tensors = gated.empty(), [t for t in (gated.gate, gated.up, gated.dh) if t is not None]
+    if columnwise is None or rowwise not in (None, columnwise):
+        return False
+    tile = columnwise.tile
+    edge = start_of_groups(tile.cols, multiple)
+    return (
+        gated.gate.dtype == torch.bfloat16
+        and _takes_groups(like, groups, rowwise, columnwise, multiple)
+        and support.compares_pairs(like.device)
+        and (tile in (TENSORWISE, ROWWISE, VECTOR) or tile.cols in PAIRED_SQUARES)
+        and edge % EDGE == 0
+        and gated.gate.shape[1] % max(EDGE, 1 if tile.cols == ALL else tile.cols) == 0
+        and gated.gate.stride() == gated.up.stride()
+        and gated.gate.stride(1) == 1
+        and gated.gate.stride(0) % (ALIGNMENT // 2) == 0
+        and (gated.dh is None or gated.dh.is_contiguous())
+        and not any(t.data_ptr() % ALIGNMENT for t in tensors)
+    )
+
+
 def token_launches(
     x: torch.Tensor,
     ends: torch.Tensor,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     multiple: int,
+    gated: Gated | None = None,
 ) -> "Launches":
-    """How kernels make the operands of one format, of groups that follow each other; they fill what is made here."""
+    """How kernels make the operands of one format, of groups that follow each other; they fill what is made here.
+
+    ``gated`` is cast in place of ``x``, which is its ``empty()`` then.
+    """
     format = rowwise or columnwise
     if format is None:
         raise RuntimeError("asked to quantize for no usage")
@@ -336,7 +402,7 @@ def token_launches(
     where = (laid.first, laid.ends) if is_laid_out else None
     from f8sub.kernels.triton import quantize_grouped_launch
 
-    return quantize_grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where)
+    return quantize_grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where, gated)
 
 
 def _takes_groups(

@@ -26,6 +26,8 @@ from f8sub.kernels.graph_ops import (
     in_graph,
     policies,
 )
+from f8sub.kernels.grouped import operands
+from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
     Groups,
@@ -326,8 +328,51 @@ def _quantize_groups(
 ) -> list[torch.Tensor]:
     """Codes and scales of each usage, and where its groups begin and end if that is not where they do in x."""
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
-    groups = Groups(first, ends, x.shape[0])
-    made = cuda.quantize_tokens(x, groups, row, col, multiple)
+    made = cuda.quantize_tokens(x, Groups(first, ends, x.shape[0]), row, col, multiple)
+    return _listed(x, made, row, col, multiple)
+
+
+def _quantize_gated(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    dh: torch.Tensor | None,
+    side: str,
+    first: torch.Tensor,
+    ends: torch.Tensor,
+    rowwise: str | None,
+    columnwise: str | None,
+    multiple: int,
+) -> list[torch.Tensor]:
+    """``_quantize_groups`` of ``Gated``."""
+    row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
+    gated = Gated(gate, up, dh, side)
+    quantize = operands.quantize_gated if gate.is_cpu else cuda.quantize_gated
+    made = quantize(gated, Groups(first, ends, gate.shape[0]), row, col, multiple)
+    return _listed(gated.empty(), made, row, col, multiple)
+
+
+def _fake_gated(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    dh: torch.Tensor | None,
+    side: str,
+    first: torch.Tensor,
+    ends: torch.Tensor,
+    rowwise: str | None,
+    columnwise: str | None,
+    multiple: int,
+) -> list[torch.Tensor]:
+    return _fake_groups(Gated(gate, up, dh, side).empty(), first, ends, rowwise, columnwise, multiple)
+
+
+def _listed(
+    x: torch.Tensor,
+    made: tuple[Tokens | None, Tokens | None],
+    row: Float8Format | None,
+    col: Float8Format | None,
+    multiple: int,
+) -> list[torch.Tensor]:
+    """Return the tensors of both operands of ``x`` as the fake has them."""
     found: list[torch.Tensor] = []
     for format, codes, contracted in zip((row, col), made, (False, True), strict=True):
         if format is not None and codes is not None:
@@ -410,6 +455,7 @@ def _fake_derived_of_experts(
 
 
 quantize_groups_as_one_node = operator(_quantize_groups, "quantize_groups", _fake_groups)
+quantize_gated_as_one_node = operator(_quantize_gated, "quantize_gated", _fake_gated)
 experts_as_one_node = operator(_quantize_experts, "quantize_experts", _fake_experts)
 derive_of_experts_as_one_node = operator(
     _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
@@ -425,7 +471,32 @@ def quantized_groups(
 ) -> tuple[Tokens | None, Tokens | None]:
     """``operands.quantize_tokens`` of both operands as one node."""
     names = (None if format is None else format.name for format in (rowwise, columnwise))
-    tensors = iter(quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple))
+    tensors = quantize_groups_as_one_node(x, groups.first, groups.ends, *names, multiple)
+    return _unlisted(tensors, groups, rowwise, columnwise, multiple)
+
+
+def quantized_gated(
+    gated: Gated,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Tokens | None, Tokens | None]:
+    """``quantized_groups`` of what is computed where it is cast."""
+    names = (None if format is None else format.name for format in (rowwise, columnwise))
+    tensors = quantize_gated_as_one_node(*gated, groups.first, groups.ends, *names, multiple)
+    return _unlisted(tensors, groups, rowwise, columnwise, multiple)
+
+
+def _unlisted(
+    made: list[torch.Tensor],
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int,
+) -> tuple[Tokens | None, Tokens | None]:
+    """Return both operands, of the tensors of ``_listed``."""
+    tensors = iter(made)
     found: list[Tokens | None] = []
     for format, contracted in ((rowwise, False), (columnwise, True)):
         if format is None:

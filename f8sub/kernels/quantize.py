@@ -17,6 +17,7 @@ import torch
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import cuda, ops, reference
 from f8sub.kernels.grouped import operands
+from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.grouped.operands import ExpertWeights, Groups, QuantizedTokens, quantize_with_prior
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, PriorScale, ScaleSource, largest_scale, smallest_scale
@@ -169,6 +170,20 @@ def quantize(
     if type(x) is torch.Tensor and x.is_cpu:
         return quantize_on_cpu(x, rowwise, columnwise, any_layout, prior)
     return cuda.quantize(x, rowwise, columnwise, any_layout, prior)
+
+
+def quantize_gated(
+    gated: Gated,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    groups: Groups,
+    multiple: int,
+) -> QuantizedTokens:
+    """``quantize`` of tokens that are computed where they are cast, with scales of their current amaxes."""
+    if torch.compiler.is_compiling():
+        return QuantizedTokens(*ops.quantized_gated(gated, groups, rowwise, columnwise, multiple))
+    kernel = operands.quantize_gated if gated.gate.is_cpu else cuda.quantize_gated
+    return QuantizedTokens(*kernel(gated, groups, rowwise, columnwise, multiple))
 
 
 def derive_columnwise_in_backward(

@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.grouped_linear import grouped_linear
+from f8sub.experts.gated_linear import grouped_swiglu, swiglu
 from f8sub.experts.seams import register_experts
 from f8sub.integrations.torchtitan.hooks import FILE
 from f8sub.integrations.torchtitan.options import Options, convert, tokens_of
-
-
-def gate(h: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return SwiGLU of the results of w1 and w3."""
-    return F.silu(h) * up
 
 
 def register_grouped_experts(backend: str | None) -> None:
@@ -37,14 +31,13 @@ def register_grouped_experts(backend: str | None) -> None:
             function; None where it compiles no model.
     """
     gated: Callable[..., Any] = (
-        gate if backend is None else torch.compile(gate, backend=backend, fullgraph=True)
+        swiglu if backend is None else torch.compile(swiglu, backend=backend, fullgraph=True)
     )
 
     def forward(module: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         # Experts' tokens stand one expert after the other: x [tokens, K], w1 and w3 [E, N, K], w2 [E, K, N].
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-        h = gated(grouped_linear(x, module.w1, ends), grouped_linear(x, module.w3, ends))
-        return grouped_linear(h, module.w2, ends).type_as(x)
+        return grouped_swiglu(x, module.w1, module.w3, module.w2, ends, act=gated).type_as(x)
 
     register_experts(GroupedExperts, weights=("w1", "w2", "w3"), forward=forward)
 

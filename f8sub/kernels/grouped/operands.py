@@ -15,6 +15,7 @@ import torch
 from f8sub.formats import ALL, Float8Format, Operand, Tile, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm import block_scales
+from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.scales import PriorScale, largest, scale_now, scales_from_amax, with_inverse
 
 
@@ -229,6 +230,17 @@ def quantize_both(
         if columnwise is None
         else quantize_tokens(x, groups, columnwise, contracted=True, multiple=multiple),
     )
+
+
+def quantize_gated(
+    gated: Gated,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int = 1,
+) -> tuple[Tokens | None, Tokens | None]:
+    """``quantize_both`` of what is computed where it is cast."""
+    return quantize_both(gated.values(), groups, rowwise, columnwise, multiple)
 
 
 class QuantizedTokens(NamedTuple):

@@ -11,6 +11,7 @@ import triton.language as tl
 from f8sub.kernels.triton.tile_ops import (
     INTERPRETED,
     NAN,
+    At,
     codes,
     finite_or_nan,
     inverse,
@@ -209,17 +210,104 @@ def rows_of_columns(words):
 
 
 @triton.jit
+def _load_pairs(x_ptr, STRIDE, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr):
+    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
+    # int32 words [M, STRIDE / 2]
+    start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (STRIDE // 2) + at.col // 2
+    pointers = start + i[:, None] * (STRIDE // 2) + j[None, :]
+    even = load(pointers, (at.row + i < stop)[:, None], WHOLE, KEEP)
+    return even, load(pointers + STRIDE // 2, (at.row + i + 1 < stop)[:, None], WHOLE, KEEP)
+
+
+@triton.jit
 def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr):
     """Load even and odd rows of a tile of a matrix that begins at a whole word: int32, each (ROWS / 2, COLS / 2).
 
     Unless WHOLE, rows from ``stop`` on are zeros. KEEP is for the caches.
     """
-    i, j = 2 * tl.arange(0, TILE.ROWS // 2), tl.arange(0, TILE.COLS // 2)
-    # int32 words [M, N / 2]
-    start = x_ptr.to(tl.pointer_type(tl.int32)) + at.row.to(tl.int64) * (at.N // 2) + at.col // 2
-    pointers = start + i[:, None] * (at.N // 2) + j[None, :]
-    even = load(pointers, (at.row + i < stop)[:, None], WHOLE, KEEP)
-    return even, load(pointers + at.N // 2, (at.row + i + 1 < stop)[:, None], WHOLE, KEEP)
+    return _load_pairs(x_ptr, at.N, stop, at, WHOLE, TILE, KEEP)
+
+
+@triton.jit
+def _rounded(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _pair(first, second):
+    # Both rounded to nearest.
+    if INTERPRETED:
+        return _bits(first) | (_bits(second) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _swiglu(gate, up):
+    return _rounded(gate / (1.0 + tl.exp(-gate))) * up
+
+
+@triton.jit
+def _of_gate(dh, gate, up):
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    return _rounded(dh * up) * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+
+
+@triton.jit
+def _swiglu_pair(gate, up):
+    return _pair(_swiglu(_lo(gate), _lo(up)), _swiglu(_hi(gate), _hi(up)))
+
+
+@triton.jit
+def _of_gate_pair(dh, gate, up):
+    return _pair(_of_gate(_lo(dh), _lo(gate), _lo(up)), _of_gate(_hi(dh), _hi(gate), _hi(up)))
+
+
+@triton.jit
+def load_swiglu(
+    dh_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
+    SIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of SwiGLU's result, or where there is ``dh``, its gradient, of the gradient of its input.
+
+    As ``load_pairs``; each operator's result is rounded, as PyTorch's are: ``operands.Gated``. GATE_STRIDE is that of the
+    rows of gate and up. SIDE is "gate", "up", or "both", side by side, whose tiles are each of one.
+    """
+    if dh_ptr is None:
+        even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+        even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+        return _swiglu_pair(even_gate, even_up), _swiglu_pair(odd_gate, odd_up)
+    else:
+        of_gate = SIDE == "gate"
+        if SIDE == "both":
+            of_gate = at.col < GATE_WIDTH
+            col = tl.where(of_gate, at.col, at.col - GATE_WIDTH)
+            at = At(at.row, tl.multiple_of(col, 16), at.M, GATE_WIDTH)
+        even_dh, odd_dh = _load_pairs(dh_ptr, GATE_WIDTH, stop, at, WHOLE, TILE, KEEP)
+        even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+        if of_gate:
+            even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+            even, odd = _of_gate_pair(even_dh, even_gate, even_up), _of_gate_pair(odd_dh, odd_gate, odd_up)
+        else:
+            # The gradient of up is dh times the activation of gate.
+            even, odd = _swiglu_pair(even_gate, even_dh), _swiglu_pair(odd_gate, odd_dh)
+        return even, odd
+
+
+@triton.jit
+def load_source(
+    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
+    SIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of what is cast: of x, or with gate of ``load_swiglu``."""
+    if gate_ptr is None:
+        return load_pairs(x_ptr, stop, at, WHOLE, TILE, KEEP)
+    else:
+        return load_swiglu(
+            x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at, SIDE, WHOLE, TILE, KEEP
+        )
 
 
 @triton.jit

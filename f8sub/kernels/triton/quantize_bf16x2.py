@@ -17,6 +17,7 @@ from f8sub.kernels.triton.bf16x2 import (
     largest_half_of_tile,
     largest_halves,
     load_pairs,
+    load_source,
     low,
     order,
     scale_at,
@@ -57,8 +58,8 @@ def _store_past(col_ptr, col_scale_inv_ptr, at, EDGE: tl.constexpr, TILE: tl.con
 
 @triton.jit(do_not_specialize=["LINES"])
 def quantize_paired_vectors(
-    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
-    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
+    GATE_WIDTH, GATE_STRIDE, CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize as ``quantize.quantize_crossing_vectors``, of a matrix or, with a table of strips, of groups.
 
@@ -74,7 +75,9 @@ def quantize_paired_vectors(
             _store_past(col_ptr, col_scale_inv_ptr, at, EDGE, TILE)
             return
     source = At(line, at.col, M, N)
-    even, odd = load_pairs(x_ptr, stop, source, WHOLE, TILE, "evict_first")
+    even, odd = load_source(
+        x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, WHOLE, TILE, "evict_first"
+    )
     even_order, odd_order = order(even), order(odd)
     # Left: amaxes of even rows, right: of odd ones, (ROWS / 2,). Of columns left and
     # right are neighbours, (COLS / 2,).
@@ -99,8 +102,8 @@ def quantize_paired_vectors(
 
 @triton.jit
 def quantize_paired_squares(
-    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
-    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
+    GATE_WIDTH, GATE_STRIDE, CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize as ``quantize.quantize_squares`` for columns, and for rows unless their pointer is None.
 
@@ -112,17 +115,53 @@ def quantize_paired_squares(
     source = At(line, square.col, M, N)
     half = 0
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
-        even, odd = load_pairs(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_last")
+        even, odd = load_source(
+            x_ptr,
+            gate_ptr,
+            up_ptr,
+            GATE_WIDTH,
+            GATE_STRIDE,
+            stop,
+            moved(source, 0, start),
+            SIDE,
+            WHOLE,
+            TILE,
+            "evict_last",
+        )
         half = tl.maximum(half, largest_half_of_tile(order(even), order(odd)))
     # The last COLS columns stay in registers, those before them are read once more to be cast: if a program held a
     # large square whole, an SM would have one program, and nothing to do while that one loads.
     end = moved(square, 0, EDGE - TILE.COLS)
-    even, odd = load_pairs(x_ptr, stop, moved(source, 0, EDGE - TILE.COLS), WHOLE, TILE, "evict_first")
+    even, odd = load_source(
+        x_ptr,
+        gate_ptr,
+        up_ptr,
+        GATE_WIDTH,
+        GATE_STRIDE,
+        stop,
+        moved(source, 0, EDGE - TILE.COLS),
+        SIDE,
+        WHOLE,
+        TILE,
+        "evict_first",
+    )
     half = tl.maximum(half, largest_half_of_tile(order(even), order(odd)))
     scale = scale_at(half, CAST)
     store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, end, end, CAST, True, TILE)
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
-        even, odd = load_pairs(x_ptr, stop, moved(source, 0, start), WHOLE, TILE, "evict_first")
+        even, odd = load_source(
+            x_ptr,
+            gate_ptr,
+            up_ptr,
+            GATE_WIDTH,
+            GATE_STRIDE,
+            stop,
+            moved(source, 0, start),
+            SIDE,
+            WHOLE,
+            TILE,
+            "evict_first",
+        )
         at = moved(square, 0, start)
         store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, M, at, at, CAST, True, TILE)
     scale_inv = inverse(scale, CAST.POWER_OF_2)

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
+from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
 from f8sub.kernels.triton.quantize_launch import (
     ELEMENTS,
+    NOT_GATED,
     PAIRED_REGISTERS,
     PAIRED_SQUARE_COLS,
-    PAIRED_SQUARES,
     REGISTERS,
     SQUARE,
     WARPS_4,
@@ -27,7 +28,7 @@ from f8sub.kernels.triton.quantize_launch import (
     over,
     shape_of,
 )
-from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, ROWWISE, TENSORWISE, VECTOR
+from f8sub.kernels.triton.support import EDGE, EXPONENT_VECTOR, PAIRED_SQUARES, ROWWISE, TENSORWISE, VECTOR
 
 STRIP = MULTIPLE
 """Rows of a strip where codes of groups begin anywhere: as few as the fewest that columnwise codes are aligned to."""
@@ -60,6 +61,12 @@ ONE_PASS_REGISTERS = 128
 Tiles of half as many rows are up to 18 % slower on an H200.
 """
 
+GATED = 64, EDGE
+"""Tiles of the same kernels where they compute SwiGLU, for which a thread holds twice or three times as much."""
+
+GATED_REGISTERS = 128
+"""Of a thread that computes SwiGLU in ``quantize_paired_vectors``, for 2 programs an SM."""
+
 
 def quantization(
     x: torch.Tensor,
@@ -69,6 +76,7 @@ def quantization(
     edge: int,
     rows: int,
     laid_out: tuple[torch.Tensor, torch.Tensor] | None,
+    gated: Gated | None = None,
 ) -> Launches:
     """Return how to quantize rows in groups that follow each other, for both usages.
 
@@ -81,6 +89,8 @@ def quantization(
         edge: rows of a strip, a multiple of 16; groups are laid out from multiples of it on.
         rows: that groups laid out so take at most.
         laid_out: filled with the first row and the end of each group in the data; None where data have x's rows.
+        gated: what is cast in place of x, which is its ``empty()`` then; ``col`` is not None, and the dimensions of
+            gate and ``rows`` are multiples of the edges of tiles.
     """
     format = next(made.format for made in (row, col) if made is not None)
     tile = format.tile
@@ -88,14 +98,15 @@ def quantization(
     strips += -strips % WHOLE_STRIPS
     is_of_groups = col is not None and edge % EDGE == 0 and (tile.is_whole or tile == ROWWISE)
     # In turn, where L2 would have lost the first rows before a second launch reads them.
-    turns = rows // edge if is_of_groups and x.nbytes >= LEAST_BYTES and is_paired(x, EDGE, rows) else 0
+    is_large = gated is not None or x.nbytes >= LEAST_BYTES
+    turns = rows // edge if is_of_groups and is_large and is_paired(x, EDGE, rows) else 0
     zeros = _zeros(x, len(ends), tile, row is not None, turns > 0)
     counts = [3 * strips, 2 * RECORD.value * turns, *zeros]
     # One allocation for all int32 scratch; ``lay_out`` writes its zeros, so that nothing else is launched for them.
     table = torch.empty(sum(counts), dtype=torch.int32, device=x.device)
     of_strips, of_turns, done, of_rows, of_groups = table.split(counts)
-    filled = {
-        "x_ptr": x,
+    filled: dict[str, Any] = {
+        **(_given(x) if gated is None else _given_gated(gated)),
         "ends_ptr": ends,
         "strips_ptr": of_strips,
         "turns_ptr": of_turns if turns else None,
@@ -111,6 +122,7 @@ def quantization(
         "M": rows,
         "N": x.shape[1],
         "LINES": len(x),
+        "LOOKAHEAD": cdiv(AHEAD_BYTES, edge * (x.nbytes if gated is None else gated.nbytes) // len(x)),
         "EDGE": edge,
         "CAST": cast_to(format),
         **operands(row, col),
@@ -123,13 +135,28 @@ def quantization(
     elif tile == ROWWISE:
         launches += _lines(filled)
     elif tile == VECTOR:
-        launches.append(_vectors(filled))
+        launches.append(_vectors(x, filled))
     elif tile == EXPONENT_VECTOR:
         launches.append(covering(quantize_grouped.quantize_group_exponents, filled, CAST, WARPS_4))
     else:
-        launches.append(_squares(filled))
+        launches.append(_squares(x, filled))
     results = [tensor for made in (row, col) if made is not None for tensor in (made.data, made.scale_inv)]
     return Launches(launches, [*results, *(laid_out or ()), table], ())
+
+
+def _given(x: torch.Tensor) -> dict[str, Any]:
+    return {"x_ptr": x, **NOT_GATED}
+
+
+def _given_gated(gated: Gated) -> dict[str, Any]:
+    return {
+        "x_ptr": gated.dh,
+        "gate_ptr": gated.gate,
+        "up_ptr": gated.up,
+        "GATE_WIDTH": gated.gate.shape[1],
+        "GATE_STRIDE": gated.gate.stride(0),
+        "SIDE": gated.side,
+    }
 
 
 def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_one_pass: bool) -> list[int]:
@@ -153,10 +180,11 @@ def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
         if is_whole
         else quantize_one_pass.quantize_group_lines_one_pass
     )
-    programs = 2 * filled["TURNS"] * (filled["EDGE"] // EDGE) * (filled["N"] // EDGE)
+    rows, cols = SQUARE if filled["gate_ptr"] is None else GATED
+    programs = 2 * filled["TURNS"] * (filled["EDGE"] // rows) * (filled["N"] // cols)
     # Occupancy first: programs that wait for amaxes hold their registers.
     options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
-    return Launch(kernel, programs, {**filled, "TILE": shape_of(*SQUARE, True)}, options)
+    return Launch(kernel, programs, {**filled, "TILE": shape_of(rows, cols, True)}, options)
 
 
 def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tensor] | None) -> Launch:
@@ -165,13 +193,11 @@ def _laying_out(filled: dict[str, Any], laid_out: tuple[torch.Tensor, torch.Tens
     held = max(16, 1 << (count - 1).bit_length())
     block = min(256, CELLS // held)
     first, laid_ends = laid_out or (None, None)
-    x = filled["x_ptr"]
     arguments = {
         **filled,
         "first_ptr": first,
         "laid_ends_ptr": laid_ends,
         "ROWS": filled["LINES"],
-        "LOOKAHEAD": cdiv(AHEAD_BYTES, filled["EDGE"] * x.shape[1] * x.itemsize),
         "GROUPS": held,
         "BLOCK": block,
     }
@@ -197,20 +223,18 @@ def _lines(filled: dict[str, Any]) -> list[Launch]:
     ]
 
 
-def _vectors(filled: dict[str, Any]) -> Launch:
-    if is_paired(filled["x_ptr"], EDGE, filled["M"]):
+def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
+    if is_paired(x, EDGE, filled["M"]):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
+        if filled["gate_ptr"] is not None:
+            options = {**WARPS_8, "maxnreg": GATED_REGISTERS}
         return covering(quantize_bf16x2.quantize_paired_vectors, filled, SQUARE, options)
     return covering(quantize.quantize_crossing_vectors, filled, CAST, WARPS_4, SQUARE)
 
 
-def _squares(filled: dict[str, Any]) -> Launch:
+def _squares(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     edge = filled["EDGE"]
-    if (
-        filled["col_ptr"] is not None
-        and edge in PAIRED_SQUARES
-        and is_paired(filled["x_ptr"], edge, filled["M"])
-    ):
+    if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge, filled["M"]):
         return covering(
             quantize_bf16x2.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
         )

@@ -59,8 +59,8 @@ PAIRED_REGISTERS = 80
 For columns alone the kernel needs fewer registers if no number is given.
 """
 
-PAIRED_SQUARES, PAIRED_SQUARE_COLS = (128, 256), 128
-"""Edges of squares of pairs, and how many of their columns 8 warps hold in registers, so that an SM has two programs.
+PAIRED_SQUARE_COLS = 128
+"""Columns of a square of pairs that 8 warps hold in registers, so that an SM has two programs.
 
 On an H200 this is a tenth to a seventh faster for squares of 256 than all columns in 16 warps.
 """
@@ -77,6 +77,9 @@ _CASTS = {
 }
 shape_of = functools.cache(Shape)
 WARPS_4, WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
+
+NOT_GATED: dict[str, Any] = dict.fromkeys(("gate_ptr", "up_ptr", "GATE_WIDTH", "GATE_STRIDE", "SIDE"))
+"""Arguments of kernels that cast a matrix as it lies in memory, and no ``Gated``."""
 
 
 class QuantizeLaunches(NamedTuple):
@@ -359,7 +362,7 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
 
 
 def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
-    filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0]}
+    filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0], **NOT_GATED}
     if filled["col_ptr"] is None:
         # Reading ahead pays where nothing is transposed in shared memory.
         rows_only = over(x, SQUARE, quantize.quantize_vectors, {**filled, "STAGES": 3}, WARPS_8)
@@ -372,8 +375,8 @@ def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
 
 
 def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
-    filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None}
-    if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge):
+    filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None, **NOT_GATED}
+    if filled["col_ptr"] is not None and edge in support.PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
         return over(x, (edge, edge), quantize_bf16x2.quantize_paired_squares, filled, WARPS_8, tile)
     # Two programs on an SM: one loads while the other one casts.

@@ -20,7 +20,7 @@ from f8sub.kernels.triton.bf16x2 import (
     larger_within_pairs,
     largest_half_of_tile,
     largest_halves,
-    load_pairs,
+    load_source,
     low,
     order,
     store_column_words,
@@ -86,9 +86,9 @@ def _interleaved_bits(halves):
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_group_lines_one_pass(
-    x_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
-    col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
-    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
+    col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
+    CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Run ``quantize_grouped.amax_of_group_lines`` and ``quantize.cast_with_lines`` in one launch, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
@@ -100,7 +100,19 @@ def quantize_group_lines_one_pass(
             store_zero_columns(col_ptr, at, TILE)
         else:
             # Loaded before the wait: the loads are on their way meanwhile.
-            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
+            even, odd = load_source(
+                x_ptr,
+                gate_ptr,
+                up_ptr,
+                GATE_WIDTH,
+                GATE_STRIDE,
+                stop,
+                source,
+                SIDE,
+                False,
+                TILE,
+                "evict_first",
+            )
             _wait(done_ptr + group, count * parts)
             even, odd = finite_pair(even), finite_pair(odd)
             if row_ptr is not None:
@@ -123,7 +135,19 @@ def quantize_group_lines_one_pass(
     else:
         j = col + tl.arange(0, TILE.COLS)
         if group < COUNT:
-            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
+            even, odd = load_source(
+                x_ptr,
+                gate_ptr,
+                up_ptr,
+                GATE_WIDTH,
+                GATE_STRIDE,
+                stop,
+                source,
+                SIDE,
+                False,
+                TILE,
+                "evict_last",
+            )
             even, odd = order(even), order(odd)
             if row_amax_ptr is not None:
                 lines = line + tl.arange(0, TILE.ROWS)
@@ -140,9 +164,9 @@ def quantize_group_lines_one_pass(
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_groups_one_pass(
-    x_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
-    col_scale_inv_ptr, COUNT, TURNS, LINES, M, N,
-    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
+    col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
+    CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Run ``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one`` in one launch, in turn."""
     parts, down, col = _part(N, EDGE, TILE)
@@ -153,7 +177,19 @@ def quantize_groups_one_pass(
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
         else:
-            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_first")
+            even, odd = load_source(
+                x_ptr,
+                gate_ptr,
+                up_ptr,
+                GATE_WIDTH,
+                GATE_STRIDE,
+                stop,
+                source,
+                SIDE,
+                False,
+                TILE,
+                "evict_first",
+            )
             _wait(done_ptr + group, count * parts)
             scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
             store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, stop, source, at, CAST, False, TILE)
@@ -164,7 +200,19 @@ def quantize_groups_one_pass(
             tl.store(col_scale_inv_ptr + group, scale_inv, mask=is_first)
     else:
         if group < COUNT:
-            even, odd = load_pairs(x_ptr, stop, source, False, TILE, "evict_last")
+            even, odd = load_source(
+                x_ptr,
+                gate_ptr,
+                up_ptr,
+                GATE_WIDTH,
+                GATE_STRIDE,
+                stop,
+                source,
+                SIDE,
+                False,
+                TILE,
+                "evict_last",
+            )
             bits = amax_bits_at(largest_half_of_tile(order(even), order(odd)))
             tl.atomic_max(amax_ptr + group, bits, sem="relaxed")
             _mark_done(done_ptr + group)

@@ -20,6 +20,8 @@ ALIGNMENT = 16
 
 TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
 EXPONENT_VECTOR = Tile(1, 32)
+PAIRED_SQUARES = 128, 256
+"""Edges of the squares that kernels of pairs take."""
 
 OLDEST = (8, 9)
 """The first compute capability whose instructions cast to e4m3, Ada's. Source: PTX ISA, cvt."""

@@ -8,6 +8,8 @@ it is timed. Their casts are of shards, each rank's own part, and not in the ste
 
 In a "fused" one gate and up are one weight, as transformers and torchtitan's override ``fused_swiglu`` have them. It is
 compared with bf16 fused.
+
+f8sub's experts call ``grouped_swiglu``; those of "apart" call ``grouped_linear`` thrice, with SwiGLU between them.
 """
 
 from __future__ import annotations
@@ -92,11 +94,11 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Experts(nn.Module):
     """Gate, up and down, (E, N, K), (E, N, K) and (E, K, N), over tokens that are sorted by expert.
 
-    Where ``fused``, gate and up are one weight of (E, 2N, K).
+    Where ``fused``, gate and up are one weight of (E, 2N, K). Without ``multiply`` all of it is ``grouped_swiglu``.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], multiply: Multiply, device: torch.device, *, fused: bool
+        self, shape: tuple[int, int, int], multiply: Multiply | None, device: torch.device, *, fused: bool
     ) -> None:
         super().__init__()
         experts, n, k = shape
@@ -111,6 +113,9 @@ class Experts(nn.Module):
         self.multiply, self.fused = multiply, fused
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        if self.multiply is None:
+            weights = (self.gate_up, None) if self.fused else (self.gate, self.up)
+            return f8sub.grouped_swiglu(x, *weights, self.down, ends)
         if self.fused:
             gate, up = self.multiply(x, self.gate_up, ends).chunk(2, -1)
         else:
@@ -132,7 +137,7 @@ def by_torchao(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the step; ``recipe``, ``backend`` and ``gathered`` are f8sub's."""
+    """One way to run the step; ``recipe``, ``backend``, ``gathered`` and ``apart`` are f8sub's."""
 
     library: str
     compiled: bool = False
@@ -140,12 +145,14 @@ class Variant:
     backend: str = ""
     gathered: bool = False
     fused: bool = False
+    apart: bool = False
 
     @property
     def name(self) -> str:
         """Of its row."""
         by = f"by {self.backend}" if self.backend not in ("", "auto") else ""
-        how = "gathered" * self.gathered, "fused" * self.fused, "compiled" if self.compiled else "eager"
+        how = "gathered" * self.gathered, "fused" * self.fused, "apart" * self.apart
+        how += ("compiled" if self.compiled else "eager",)
         return " ".join(filter(None, (self.library, self.recipe, by, *how)))
 
     def why_not(self, device: torch.device) -> str | None:
@@ -162,7 +169,8 @@ class Variant:
 
     def made(self, shape: tuple[int, int, int], device: torch.device) -> Experts:
         """The experts, converted where f8sub multiplies."""
-        multiply = {"bf16": in_bf16, "torchao": by_torchao, "f8sub": f8sub.grouped_linear}[self.library]
+        apart = f8sub.grouped_linear if self.apart else None
+        multiply = {"bf16": in_bf16, "torchao": by_torchao, "f8sub": apart}[self.library]
         model = nn.Sequential(Experts(shape, multiply, device, fused=self.fused))
         if self.library == "f8sub":
             f8sub.register_experts(Experts)
@@ -194,6 +202,11 @@ def variants() -> list[Variant]:
             for compiled in (False, True)
         ),
         *(Variant("f8sub", True, recipe, "auto", True, True) for recipe in RECIPES),
+        *(
+            Variant("f8sub", True, recipe, "auto", True, fused, apart=True)
+            for recipe in RECIPES
+            for fused in (False, True)
+        ),
         *(
             Variant("torchao", compiled, "rowwise", fused=fused)
             for compiled in (False, True)

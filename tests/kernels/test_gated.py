@@ -7,7 +7,7 @@ import torch
 
 from f8sub.kernels import cuda
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gated import BOTH, GATE, UP, Gated
+from f8sub.kernels.grouped.gated import BOTH, GATE, RESULT, UP, Gated
 from tests.data_sets import make
 from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bytes
@@ -24,7 +24,7 @@ KERNELS = {
     "128x128": "quantize_paired_squares",
     "256x256-e5m2": "quantize_paired_squares",
 }
-SIDES = {"result": None, "both": BOTH, "gate": GATE, "up": UP}
+SIDES = RESULT, BOTH, GATE, UP
 
 
 def gated(groups, side: str, device: str, together: bool = True) -> Gated:
@@ -33,15 +33,15 @@ def gated(groups, side: str, device: str, together: bool = True) -> Gated:
     both[0, 3], both[0, WIDTH + 5], both[0, 9] = INF, NAN, -INF
     both = both.to(device)
     gate, up = both.chunk(2, 1) if together else [part.contiguous() for part in both.chunk(2, 1)]
-    if SIDES[side] is None:
+    if side == RESULT:
         return Gated(gate, up)
     dh = spoiled(make("gaussian", (groups.rows, WIDTH), 6, torch.bfloat16), groups)
-    return Gated(gate, up, dh.to(device), SIDES[side])
+    return Gated(gate, up, dh.to(device), side)
 
 
 CASES = list(itertools.product(KERNELS, SIDES, ("ragged",)))
-SHORT = [("tensorwise", "result"), ("tensorwise-e5m2", "both"), ("rowwise", "gate"), ("1x128", "both")]
-MORE = [*CASES, *((name, "both", kind) for name in KERNELS for kind in (EMPTY, "all empty", "one token"))]
+SHORT = [("tensorwise", RESULT), ("tensorwise-e5m2", BOTH), ("rowwise", GATE), ("1x128", BOTH)]
+MORE = [*CASES, *((name, BOTH, kind) for name in KERNELS for kind in (EMPTY, "all empty", "one token"))]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ MORE = [*CASES, *((name, "both", kind) for name in KERNELS for kind in (EMPTY, "
 @interpreted
 def test_what_is_cast_is_what_torch_computes(name, side, kind, device):
     groups, format = groups_of(COUNTS[kind]), FORMATS[name]
-    source = gated(groups, side, device, together=side != "gate")
+    source = gated(groups, side, device, together=side != GATE)
     values = source.values().cpu()
     for row in (format, None):
         with launched() as names:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-BOTH, GATE, UP = "both", "gate", "up"
-"""Of which input a gradient is: of gate and up side by side, as one weight makes them, or of one of them."""
+RESULT, BOTH, GATE, UP = "result", "both", "gate", "up"
+"""What is cast: SwiGLU's result; gradients of gate and up side by side, as one weight makes them; or one of these."""
 
 
 class Gated(NamedTuple):
@@ -17,25 +17,25 @@ class Gated(NamedTuple):
     Attributes:
         gate: (M, N), in high precision, whose rows may lie in a wider matrix.
         up: (M, N), in rows of the same stride.
-        dh: (M, N), the gradient of the result, where the gradient of the input is asked for.
-        side: ``BOTH``, (M, 2 N), ``GATE`` or ``UP``, (M, N), of the gradient.
+        dh: (M, N), the gradient of the result, contiguous; None for ``RESULT``.
+        side: ``RESULT``, ``GATE`` or ``UP``, (M, N), or ``BOTH``, (M, 2 N).
     """
 
     gate: torch.Tensor
     up: torch.Tensor
     dh: torch.Tensor | None = None
-    side: str = BOTH
+    side: str = RESULT
 
     @property
     def width(self) -> int:
         """Columns of what is cast."""
         width = self.gate.shape[1]
-        return 2 * width if self.dh is not None and self.side == BOTH else width
+        return 2 * width if self.side == BOTH else width
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is read for what is cast."""
-        read = 2 if self.dh is None or self.side == UP else 3
+        read = 2 if self.side in (RESULT, UP) else 3
         return read * self.gate.numel() * self.gate.itemsize
 
     def empty(self) -> torch.Tensor:

@@ -11,7 +11,6 @@ import triton.language as tl
 from f8sub.kernels.triton.tile_ops import (
     INTERPRETED,
     NAN,
-    At,
     codes,
     finite_or_nan,
     inverse,
@@ -234,66 +233,87 @@ def _rounded(x):
 
 
 @triton.jit
-def _pair(first, second):
-    # Both rounded to nearest.
-    if INTERPRETED:
-        return _bits(first) | (_bits(second) << 16)
-    else:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
 def _swiglu(gate, up):
     return _rounded(gate / (1.0 + tl.exp(-gate))) * up
 
 
 @triton.jit
-def _of_gate(dh, gate, up):
+def _gradient_of_gate(dh, gate, up):
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     return _rounded(dh * up) * sigmoid * (1.0 + gate * (1.0 - sigmoid))
 
 
+_MINUS_LOG2_E, _ONE = "0fBFB8AA3B", "0f3F800000"
+# s and t: the sigmoids of g and h, the halves of a pair of gates.
+_SIGMOIDS = (
+    ".reg .f32 g, h, s, t; shl.b32 g, GATE, 16; and.b32 h, GATE, 0xffff0000;"
+    f"mul.f32 s, g, {_MINUS_LOG2_E}; mul.f32 t, h, {_MINUS_LOG2_E};"
+    "ex2.approx.ftz.f32 s, s; ex2.approx.ftz.f32 t, t;"
+    f"add.f32 s, s, {_ONE}; add.f32 t, t, {_ONE}; rcp.approx.ftz.f32 s, s; rcp.approx.ftz.f32 t, t;"
+)
+# The activation of both, rounded, times another pair: the product of two bfloat16s is rounded once, as by float32.
+_TIMES_ACTIVATION = (
+    ".reg .f32 u, v; .reg .b32 a; mul.f32 u, g, s; mul.f32 v, h, t; cvt.rn.bf16x2.f32 a, v, u;"
+    "mul.rn.bf16x2 OUT, a, OTHER;"
+)
+# PyTorch's silu_backward of dh * up, rounded before.
+_GRADIENT_OF_GATE = (
+    ".reg .f32 p, q; .reg .b32 d; mul.rn.bf16x2 d, DH, UP; shl.b32 p, d, 16; and.b32 q, d, 0xffff0000;"
+    "mul.f32 p, p, s; mul.f32 q, q, t;"
+    f"sub.f32 s, {_ONE}, s; sub.f32 t, {_ONE}, t; fma.rn.f32 s, g, s, {_ONE}; fma.rn.f32 t, h, t, {_ONE};"
+    "mul.f32 p, p, s; mul.f32 q, q, t; cvt.rn.bf16x2.f32 OUT, q, p;"
+)
+
+
+def _instructions(*parts: str, **registers: str) -> tl.constexpr:
+    text = "{ " + "".join(parts) + " }"
+    for name, register in registers.items():
+        text = text.replace(name, register)
+    return tl.constexpr(text)
+
+
+SWIGLU = _instructions(_SIGMOIDS, _TIMES_ACTIVATION, GATE="$1", OTHER="$2", OUT="$0")
+OF_GATE = _instructions(_SIGMOIDS, _GRADIENT_OF_GATE, DH="$1", GATE="$2", UP="$3", OUT="$0")
+OF_BOTH = _instructions(
+    _SIGMOIDS,
+    _TIMES_ACTIVATION.replace("OUT", "$1").replace("OTHER", "$2"),
+    _GRADIENT_OF_GATE.replace("OUT", "$0"),
+    DH="$2",
+    GATE="$3",
+    UP="$4",
+)
+
+
 @triton.jit
 def _swiglu_pair(gate, up):
-    return _pair(_swiglu(_lo(gate), _lo(up)), _swiglu(_hi(gate), _hi(up)))
-
-
-@triton.jit
-def _of_gate_pair(dh, gate, up):
-    return _pair(_of_gate(_lo(dh), _lo(gate), _lo(up)), _of_gate(_hi(dh), _hi(gate), _hi(up)))
-
-
-@triton.jit
-def load_swiglu(
-    dh_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
-    SIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Load a tile of SwiGLU's result, or where there is ``dh``, its gradient, of the gradient of its input.
-
-    As ``load_pairs``; each operator's result is rounded, as PyTorch's are: ``operands.Gated``. GATE_STRIDE is that of the
-    rows of gate and up. SIDE is "gate", "up", or "both", side by side, whose tiles are each of one.
-    """
-    if dh_ptr is None:
-        even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
-        even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
-        return _swiglu_pair(even_gate, even_up), _swiglu_pair(odd_gate, odd_up)
+    if INTERPRETED:
+        return _bits(_swiglu(_lo(gate), _lo(up))) | (_bits(_swiglu(_hi(gate), _hi(up))) << 16)
     else:
-        of_gate = SIDE == "gate"
-        if SIDE == "both":
-            of_gate = at.col < GATE_WIDTH
-            col = tl.where(of_gate, at.col, at.col - GATE_WIDTH)
-            at = At(at.row, tl.multiple_of(col, 16), at.M, GATE_WIDTH)
-        even_dh, odd_dh = _load_pairs(dh_ptr, GATE_WIDTH, stop, at, WHOLE, TILE, KEEP)
-        even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
-        if of_gate:
-            even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
-            even, odd = _of_gate_pair(even_dh, even_gate, even_up), _of_gate_pair(odd_dh, odd_gate, odd_up)
-        else:
-            # The gradient of up is dh times the activation of gate.
-            even, odd = _swiglu_pair(even_gate, even_dh), _swiglu_pair(odd_gate, odd_dh)
-        return even, odd
+        return tl.inline_asm_elementwise(
+            SWIGLU, "=r,r,r", [gate, up], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _gradient_of_gate_pair(dh, gate, up):
+    if INTERPRETED:
+        left = _gradient_of_gate(_lo(dh), _lo(gate), _lo(up))
+        right = _gradient_of_gate(_hi(dh), _hi(gate), _hi(up))
+        return _bits(left) | (_bits(right) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            OF_GATE, "=r,r,r,r", [dh, gate, up], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _gradient_pairs(dh, gate, up):
+    if INTERPRETED:
+        return _gradient_of_gate_pair(dh, gate, up), _swiglu_pair(gate, dh)
+    else:
+        return tl.inline_asm_elementwise(
+            OF_BOTH, "=&r,=&r,r,r,r", [dh, gate, up], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -301,13 +321,41 @@ def load_source(
     x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
     SIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of what is cast: of x, or with gate of ``load_swiglu``."""
+    """Load a tile of what is cast as ``load_pairs``: of x, or with gate of ``grouped.gated.Gated``, with x as its dh.
+
+    Each operator's result is rounded, as PyTorch's are. The rows of gate and up have GATE_WIDTH columns and a stride of
+    GATE_STRIDE.
+    """
     if gate_ptr is None:
         return load_pairs(x_ptr, stop, at, WHOLE, TILE, KEEP)
     else:
-        return load_swiglu(
-            x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at, SIDE, WHOLE, TILE, KEEP
-        )
+        even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+        if x_ptr is None:
+            even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+            return _swiglu_pair(even_gate, even_up), _swiglu_pair(odd_gate, odd_up)
+        else:
+            even_dh, odd_dh = _load_pairs(x_ptr, GATE_WIDTH, stop, at, WHOLE, TILE, KEEP)
+            if SIDE == "gate":
+                even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+                even = _gradient_of_gate_pair(even_dh, even_gate, even_up)
+                return even, _gradient_of_gate_pair(odd_dh, odd_gate, odd_up)
+            else:
+                # The gradient of up is dh times the activation of gate.
+                return _swiglu_pair(even_gate, even_dh), _swiglu_pair(odd_gate, odd_dh)
+
+
+@triton.jit
+def load_gradients(
+    dh_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of the gradient of gate and the one of up at the same place, each as ``load_source``."""
+    even_dh, odd_dh = _load_pairs(dh_ptr, GATE_WIDTH, stop, at, WHOLE, TILE, KEEP)
+    even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+    even_up, odd_up = _load_pairs(up_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)
+    even, even_of_up = _gradient_pairs(even_dh, even_gate, even_up)
+    odd, odd_of_up = _gradient_pairs(odd_dh, odd_gate, odd_up)
+    return even, odd, even_of_up, odd_of_up
 
 
 @triton.jit

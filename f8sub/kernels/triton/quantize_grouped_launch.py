@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.grouped.gated import Gated
+from f8sub.kernels.grouped.gated import BOTH, Gated
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
@@ -66,6 +66,9 @@ GATED = 64, EDGE
 
 GATED_REGISTERS = 128
 """Of a thread that computes SwiGLU in ``quantize_paired_vectors``, for 2 programs an SM."""
+
+GATED_SQUARE_COLS = 64
+"""Columns of a square that 8 warps hold in registers where they compute SwiGLU."""
 
 
 def quantization(
@@ -181,7 +184,7 @@ def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
         else quantize_one_pass.quantize_group_lines_one_pass
     )
     rows, cols = SQUARE if filled["gate_ptr"] is None else GATED
-    programs = 2 * filled["TURNS"] * (filled["EDGE"] // rows) * (filled["N"] // cols)
+    programs = 2 * filled["TURNS"] * (filled["EDGE"] // rows) * (_across(filled) // cols)
     # Occupancy first: programs that wait for amaxes hold their registers.
     options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
     return Launch(kernel, programs, {**filled, "TILE": shape_of(rows, cols, True)}, options)
@@ -223,20 +226,38 @@ def _lines(filled: dict[str, Any]) -> list[Launch]:
     ]
 
 
+def _across(filled: dict[str, Any]) -> int:
+    """Return the columns that programs are for: of gate alone where each has the tile of up, too."""
+    found: int = filled["GATE_WIDTH"] if filled["SIDE"] == BOTH else filled["N"]
+    return found
+
+
+def _covering_pairs(
+    kernel: Any,
+    filled: dict[str, Any],
+    tile: tuple[int, int],
+    options: dict[str, int],
+    area: tuple[int, int],
+) -> Launch:
+    found = covering(kernel, filled, tile, options, area)
+    return found._replace(programs=(filled["M"] // area[0]) * (_across(filled) // area[1]))
+
+
 def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     if is_paired(x, EDGE, filled["M"]):
         options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
         if filled["gate_ptr"] is not None:
             options = {**WARPS_8, "maxnreg": GATED_REGISTERS}
-        return covering(quantize_bf16x2.quantize_paired_vectors, filled, SQUARE, options)
+        return _covering_pairs(quantize_bf16x2.quantize_paired_vectors, filled, SQUARE, options, SQUARE)
     return covering(quantize.quantize_crossing_vectors, filled, CAST, WARPS_4, SQUARE)
 
 
 def _squares(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     edge = filled["EDGE"]
     if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge, filled["M"]):
-        return covering(
-            quantize_bf16x2.quantize_paired_squares, filled, (edge, PAIRED_SQUARE_COLS), WARPS_8, (edge, edge)
+        tile = edge, PAIRED_SQUARE_COLS if filled["gate_ptr"] is None else GATED_SQUARE_COLS
+        return _covering_pairs(
+            quantize_bf16x2.quantize_paired_squares, filled, tile, WARPS_8, (edge, edge)
         )
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return covering(quantize_grouped.quantize_group_squares, filled, SQUARE, options, (edge, edge))

@@ -20,6 +20,7 @@ from f8sub.kernels.triton.bf16x2 import (
     larger_within_pairs,
     largest_half_of_tile,
     largest_halves,
+    load_gradients,
     load_source,
     low,
     order,
@@ -37,6 +38,7 @@ from f8sub.kernels.triton.tile_ops import (
     inverse,
     load,
     magnitude_bits,
+    moved,
     scale_from_amax,
     scaled,
     store,
@@ -84,82 +86,106 @@ def _interleaved_bits(halves):
     return interleaved(amax_bits_at(low(halves)), amax_bits_at(high(halves)))
 
 
+@triton.jit
+def _take_amaxes_of_lines(
+    row_amax_ptr, col_amax_ptr, even, odd, line, stop, TILE: tl.constexpr
+):
+    even, odd = order(even), order(odd)
+    if row_amax_ptr is not None:
+        lines = line + tl.arange(0, TILE.ROWS)
+        of_rows = _interleaved_bits(largest_halves(larger_within_pairs(even, odd), 1))
+        tl.atomic_max(row_amax_ptr + lines, of_rows, mask=lines < stop, sem="relaxed")
+    of_columns = _interleaved_bits(largest_halves(larger_of_each_half(even, odd), 0))
+    tl.atomic_max(col_amax_ptr + tl.arange(0, TILE.COLS), of_columns, sem="relaxed")
+
+
+@triton.jit
+def _cast_lines(
+    row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr,
+    even, odd, stop, source, at, is_first, CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    even, odd = finite_pair(even), finite_pair(odd)
+    if row_ptr is not None:
+        i = source.row + 2 * tl.arange(0, TILE.ROWS // 2)
+        even_scale = scale_from_amax(_amax(row_amax_ptr + i, i < stop), CAST)
+        odd_scale = scale_from_amax(_amax(row_amax_ptr + i + 1, i + 1 < stop), CAST)
+        even_codes = codes_of_rows(even, even_scale[:, None], CAST)
+        odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
+        store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, False, TILE)
+        lines = tl.where(source.col == 0, stop - source.row, 0)
+        store_inverses(row_scale_inv_ptr + source.row, even_scale, odd_scale, lines, False, CAST.POWER_OF_2)
+    j = 2 * tl.arange(0, TILE.COLS // 2)
+    left_scale = scale_from_amax(_amax(col_amax_ptr + j, True), CAST)
+    right_scale = scale_from_amax(_amax(col_amax_ptr + j + 1, True), CAST)
+    words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
+    store_column_words(col_ptr, words, at, TILE)
+    lines = tl.where(is_first, TILE.COLS, 0)
+    store_inverses(col_scale_inv_ptr, left_scale, right_scale, lines, False, CAST.POWER_OF_2)
+
+
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_group_lines_one_pass(
     x_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
     col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
     CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``quantize_grouped.amax_of_group_lines`` and ``quantize.cast_with_lines`` in one launch, in turn."""
-    parts, down, col = _part(N, EDGE, TILE)
+    """Run ``quantize_grouped.amax_of_group_lines`` and ``quantize.cast_with_lines`` in one launch, in turn.
+
+    Where SIDE is "both", programs are of the tiles of gate, and have the one of up at the same place, too.
+    """
+    BOTH: tl.constexpr = SIDE == "both"
+    parts, down, col = _part(GATE_WIDTH if BOTH else N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
     source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
+    col_amaxes, col_scales = col_amax_ptr + group * N + col, col_scale_inv_ptr + group * N + col
     if casts:
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
+            if BOTH:
+                store_zero_columns(col_ptr, moved(at, 0, GATE_WIDTH), TILE)
         else:
+            is_first = (strip == first) & (down == 0)
             # Loaded before the wait: the loads are on their way meanwhile.
-            even, odd = load_source(
-                x_ptr,
-                gate_ptr,
-                up_ptr,
-                GATE_WIDTH,
-                GATE_STRIDE,
-                stop,
-                source,
-                SIDE,
-                False,
-                TILE,
-                "evict_first",
-            )
+            if BOTH:
+                even, odd, even_up, odd_up = load_gradients(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, False, TILE, "evict_first"
+                )
+            else:
+                even, odd = load_source(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_first"
+                )  # fmt: skip
             _wait(done_ptr + group, count * parts)
-            even, odd = finite_pair(even), finite_pair(odd)
-            if row_ptr is not None:
-                i = line + 2 * tl.arange(0, TILE.ROWS // 2)
-                even_scale = scale_from_amax(_amax(row_amax_ptr + i, i < stop), CAST)
-                odd_scale = scale_from_amax(_amax(row_amax_ptr + i + 1, i + 1 < stop), CAST)
-                even_codes = codes_of_rows(even, even_scale[:, None], CAST)
-                odd_codes = codes_of_rows(odd, odd_scale[:, None], CAST)
-                store_row_codes(row_ptr, even_codes, odd_codes, stop, source, True, False, TILE)
-                lines = tl.where(col == 0, stop - line, 0)
-                store_inverses(row_scale_inv_ptr + line, even_scale, odd_scale, lines, False, CAST.POWER_OF_2)
-            j = group * N + col + 2 * tl.arange(0, TILE.COLS // 2)
-            left_scale = scale_from_amax(_amax(col_amax_ptr + j, True), CAST)
-            right_scale = scale_from_amax(_amax(col_amax_ptr + j + 1, True), CAST)
-            words = codes_of_columns(even, odd, left_scale[None, :], right_scale[None, :], CAST)
-            store_column_words(col_ptr, words, at, TILE)
-            scales = col_scale_inv_ptr + group * N + col
-            lines = tl.where((strip == first) & (down == 0), TILE.COLS, 0)
-            store_inverses(scales, left_scale, right_scale, lines, False, CAST.POWER_OF_2)
+            _cast_lines(
+                row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amaxes, col_ptr, col_scales,
+                even, odd, stop, source, at, is_first, CAST, TILE,
+            )  # fmt: skip
+            if BOTH:
+                _cast_lines(
+                    row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amaxes + GATE_WIDTH, col_ptr, col_scales + GATE_WIDTH,
+                    even_up, odd_up, stop, moved(source, 0, GATE_WIDTH), moved(at, 0, GATE_WIDTH), is_first, CAST, TILE,
+                )  # fmt: skip
     else:
-        j = col + tl.arange(0, TILE.COLS)
+        j = tl.arange(0, TILE.COLS)
         if group < COUNT:
-            even, odd = load_source(
-                x_ptr,
-                gate_ptr,
-                up_ptr,
-                GATE_WIDTH,
-                GATE_STRIDE,
-                stop,
-                source,
-                SIDE,
-                False,
-                TILE,
-                "evict_last",
-            )
-            even, odd = order(even), order(odd)
-            if row_amax_ptr is not None:
-                lines = line + tl.arange(0, TILE.ROWS)
-                of_rows = _interleaved_bits(largest_halves(larger_within_pairs(even, odd), 1))
-                tl.atomic_max(row_amax_ptr + lines, of_rows, mask=lines < stop, sem="relaxed")
-            of_columns = _interleaved_bits(largest_halves(larger_of_each_half(even, odd), 0))
-            tl.atomic_max(col_amax_ptr + group * N + j, of_columns, sem="relaxed")
+            if BOTH:
+                even, odd, even_up, odd_up = load_gradients(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, False, TILE, "evict_last"
+                )
+                _take_amaxes_of_lines(row_amax_ptr, col_amaxes + GATE_WIDTH, even_up, odd_up, line, stop, TILE)
+            else:
+                even, odd = load_source(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_last"
+                )  # fmt: skip
+            _take_amaxes_of_lines(row_amax_ptr, col_amaxes, even, odd, line, stop, TILE)
             _mark_done(done_ptr + group)
         # Empty groups have no strips: their scales, which a GEMM reads, are 1.
         for one in range(strip, COUNT, TURNS):
             if (down == 0) & _is_empty(ends_ptr, one, LINES):
-                tl.store(col_scale_inv_ptr + one * N + j, tl.full((TILE.COLS,), 1.0, tl.float32))
+                ones = tl.full((TILE.COLS,), 1.0, tl.float32)
+                tl.store(col_scale_inv_ptr + one * N + col + j, ones)
+                if BOTH:
+                    tl.store(col_scale_inv_ptr + one * N + col + GATE_WIDTH + j, ones)
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
@@ -168,31 +194,37 @@ def quantize_groups_one_pass(
     col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
     CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one`` in one launch, in turn."""
-    parts, down, col = _part(N, EDGE, TILE)
+    """Run ``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one`` in one launch, in turn.
+
+    For SIDE see ``quantize_group_lines_one_pass``.
+    """
+    BOTH: tl.constexpr = SIDE == "both"
+    parts, down, col = _part(GATE_WIDTH if BOTH else N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
     source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
     if casts:
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
+            if BOTH:
+                store_zero_columns(col_ptr, moved(at, 0, GATE_WIDTH), TILE)
         else:
-            even, odd = load_source(
-                x_ptr,
-                gate_ptr,
-                up_ptr,
-                GATE_WIDTH,
-                GATE_STRIDE,
-                stop,
-                source,
-                SIDE,
-                False,
-                TILE,
-                "evict_first",
-            )
+            if BOTH:
+                even, odd, even_up, odd_up = load_gradients(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, False, TILE, "evict_first"
+                )
+            else:
+                even, odd = load_source(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_first"
+                )  # fmt: skip
             _wait(done_ptr + group, count * parts)
             scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
             store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, stop, source, at, CAST, False, TILE)
+            if BOTH:
+                source, at = moved(source, 0, GATE_WIDTH), moved(at, 0, GATE_WIDTH)
+                store_pairs_with_one(
+                    row_ptr, col_ptr, even_up, odd_up, scale, stop, source, at, CAST, False, TILE
+                )
             is_first = (strip == first) & (down == 0) & (col == 0)
             scale_inv = inverse(scale, CAST.POWER_OF_2)
             if row_ptr is not None:
@@ -200,20 +232,17 @@ def quantize_groups_one_pass(
             tl.store(col_scale_inv_ptr + group, scale_inv, mask=is_first)
     else:
         if group < COUNT:
-            even, odd = load_source(
-                x_ptr,
-                gate_ptr,
-                up_ptr,
-                GATE_WIDTH,
-                GATE_STRIDE,
-                stop,
-                source,
-                SIDE,
-                False,
-                TILE,
-                "evict_last",
-            )
-            bits = amax_bits_at(largest_half_of_tile(order(even), order(odd)))
+            if BOTH:
+                even, odd, even_up, odd_up = load_gradients(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, False, TILE, "evict_last"
+                )
+                even, odd = larger_of_each_half(order(even), order(even_up)), larger_of_each_half(order(odd), order(odd_up))
+            else:
+                even, odd = load_source(
+                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_last"
+                )  # fmt: skip
+                even, odd = order(even), order(odd)
+            bits = amax_bits_at(largest_half_of_tile(even, odd))
             tl.atomic_max(amax_ptr + group, bits, sem="relaxed")
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):

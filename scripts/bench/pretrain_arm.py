@@ -21,7 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 import f8sub
@@ -77,6 +81,8 @@ CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
 """Of the recipe's three GEMMs; those named alone are the only ones in float8."""
 
 GRADIENTS = "gradients_in_float8"
+END, LAST_PART = "bf16_end", 0.1
+"""The change whose arm trains the last part of its own steps in bf16, as a run that is resumed without float8 does."""
 ATTENTIONS = {"attention_in_float8": "float8", "attention_forward_in_float8": "bf16"}
 """What ``attend_in_float8`` computes backward in. Its kernels take head dim 128 in the first, any in the second."""
 
@@ -92,13 +98,14 @@ class Arm(NamedTuple):
     """An arm: its recipe, None for bf16; the layers that it skips; attention's backward, "" without float8 there.
 
     With ``codes_gradients`` each weight's gradient is rounded once, as ``f8sub.reduce_gradients_in_float8`` rounds what
-    a rank sends. Here one GPU is the only rank, and sends nothing.
+    a rank sends. Here one GPU is the only rank, and sends nothing. With ``ends_in_bf16`` its last steps are in bf16.
     """
 
     recipe: f8sub.Recipe | None
     skip: tuple[str, ...] = ()
     attention: str = ""
     codes_gradients: bool = False
+    ends_in_bf16: bool = False
 
 
 def arm_of(name: str) -> Arm:
@@ -120,8 +127,10 @@ def arm_of(name: str) -> Arm:
             arm = arm._replace(attention=ATTENTIONS[change])
         elif change == GRADIENTS:
             arm = arm._replace(codes_gradients=True)
+        elif change == END:
+            arm = arm._replace(ends_in_bf16=True)
         else:
-            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS]
+            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS, END]
             sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {there}")
     return arm
 
@@ -227,6 +236,36 @@ def install(arm: Arm) -> None:
             super().__init__(*given, **named)
             for parameter in self.model.parameters() if arm.codes_gradients else ():
                 parameter.register_post_accumulate_grad_hook(code_gradient)
+
+        def resume(self) -> None:
+            super().resume()
+            steps = self.settings.training.steps
+            self.last_in_float8 = steps - round(LAST_PART * (steps - self.step))
+
+        def train_step(self) -> Any:
+            if arm.ends_in_bf16 and self.step == self.last_in_float8:
+                self.go_on_in_bf16()
+            return super().train_step()
+
+        def go_on_in_bf16(self) -> None:
+            """Give another model, without float8, and its optimizer the states of those that trained."""
+            self.read()
+            state = {name: value.clone() for name, value in self.tensors().items()}
+            optimizer = self.optimizer_state()
+            given = "lr", "betas", "eps", "weight_decay", "fused"
+            hyperparameters = {name: self.optimizer.defaults[name] for name in given}
+            off = replace(self.settings.float8, enabled=False, gradients=False)
+            self.settings = replace(self.settings, float8=off)
+            mesh = next(iter(get_model_state_dict(self.model).values())).device_mesh
+            self.model, _ = trainers.build_model(self.settings, self.tokenizer.vocab_size, mesh)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **hyperparameters)
+            plain = self.model.state_dict().keys()
+            weights = {name: value for name, value in pretrain._under(state, "model.").items() if name in plain}
+            set_model_state_dict(self.model, weights)
+            optimizer |= pretrain._under(state, "optimizer.")
+            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=pretrain.FLAT)
+            self.fused, self.graph = self.fused_step(), None
+            self.metrics.say(f"From step {self.step + 1} on in bf16.")
 
         def evaluate(self) -> None:
             super().evaluate()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.grouped.gated import BOTH, Gated
+from f8sub.kernels.grouped.gated import BOTH, RESULT, Gated
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
@@ -62,10 +62,19 @@ Tiles of half as many rows are up to 18 % slower on an H200.
 """
 
 GATED = 64, EDGE
-"""Tiles of the same kernels where they compute SwiGLU, for which a thread holds twice or three times as much."""
+"""Tiles of the same kernels where they compute SwiGLU, for which a thread holds twice or three times as much.
+
+On an H200 those of 32 rows are a tenth to a quarter slower.
+"""
+
+GATED_ONE_PASS_REGISTERS = {True: 80, False: 96}
+"""Of a thread there: for SwiGLU's result, and for its gradients."""
 
 GATED_REGISTERS = 128
-"""Of a thread that computes SwiGLU in ``quantize_paired_vectors``, for 2 programs an SM."""
+"""Of a thread that computes SwiGLU in ``quantize_paired_vectors``, for 2 programs an SM.
+
+On an H200 80 take twice as long for gradients.
+"""
 
 GATED_SQUARE_COLS = 64
 """Columns of a square that 8 warps hold in registers where they compute SwiGLU."""
@@ -187,6 +196,8 @@ def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
     programs = 2 * filled["TURNS"] * (filled["EDGE"] // rows) * (_across(filled) // cols)
     # Occupancy first: programs that wait for amaxes hold their registers.
     options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
+    if filled["gate_ptr"] is not None:
+        options["maxnreg"] = GATED_ONE_PASS_REGISTERS[filled["SIDE"] == RESULT]
     return Launch(kernel, programs, {**filled, "TILE": shape_of(rows, cols, True)}, options)
 
 
@@ -245,9 +256,8 @@ def _covering_pairs(
 
 def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     if is_paired(x, EDGE, filled["M"]):
-        options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": PAIRED_REGISTERS}
-        if filled["gate_ptr"] is not None:
-            options = {**WARPS_8, "maxnreg": GATED_REGISTERS}
+        most = PAIRED_REGISTERS if filled["gate_ptr"] is None else GATED_REGISTERS
+        options = WARPS_8 if filled["row_ptr"] is None else {**WARPS_8, "maxnreg": most}
         return _covering_pairs(quantize_bf16x2.quantize_paired_vectors, filled, SQUARE, options, SQUARE)
     return covering(quantize.quantize_crossing_vectors, filled, CAST, WARPS_4, SQUARE)
 

@@ -24,10 +24,10 @@ from f8sub.experts.grouped_linear import (
     product_of_rows,
     tensors_of,
 )
-from f8sub.formats import Float8Format, present
-from f8sub.kernels.grouped.gated import BOTH, GATE, UP, Gated
+from f8sub.formats import ALL, Float8Format, present
+from f8sub.kernels.grouped.gated import BOTH, EACH, GATE, UP, Gated
 from f8sub.kernels.grouped.gemm import is_one_by_one
-from f8sub.kernels.grouped.operands import Groups, Tokens
+from f8sub.kernels.grouped.operands import Groups, Tokens, unstacked
 from f8sub.kernels.quantize import quantize, quantize_gated
 from f8sub.linear.shared_input import cast_or_share
 from f8sub.recipe import Recipe
@@ -96,28 +96,49 @@ class GatedMatmul(torch.autograd.Function):
             ddown = _as_stored(
                 gradient_of_weights(present(left), saved_h, down, groups, calls.down), calls.down
             )
+        needs = [(needs_dx, needs_dw) for needs_dw in needs_inputs]
+        codes = [(None, None)] * count if dh is None else _codes(calls.inputs, results, dh, needs, groups)
         dinputs: list[torch.Tensor | None] = []
-        for side, w, call, needs_dw in zip(_sides(count), inputs, calls.inputs, needs_inputs, strict=True):
-            part, dw = None, None
-            if needs_dx or needs_dw:
-                formats = _formats_of_dy(call, needs_dx, needs_dw)
-                gated = Gated(*_halves(results), present(dh), side)
-                a, left, _ = quantize_gated(gated, *formats, groups, call.plan.multiple)
-                if needs_dx:
-                    part = gradient_of_rows(present(a), w, groups, call, present(dh))
-                if needs_dw:
-                    dw = _as_stored(gradient_of_weights(present(left), saved_x, w, groups, call), call)
-            dx = part if dx is None or part is None else dx + part
-            dinputs.append(dw)
+        for w, call, (a, left), needs_dw in zip(inputs, calls.inputs, codes, needs_inputs, strict=True):
+            if needs_dx:
+                dx = gradient_of_rows(present(a), w, groups, call, present(dh), dx)
+            dw = gradient_of_weights(present(left), saved_x, w, groups, call) if needs_dw else None
+            dinputs.append(None if dw is None else _as_stored(dw, call))
         return dx, None, None, ddown, *dinputs
 
 
-def _sides(count: int) -> tuple[str, ...]:
-    return (BOTH,) if count == 1 else (GATE, UP)
+def _codes(
+    calls: tuple[GroupedCall, ...],
+    results: list[torch.Tensor],
+    dh: torch.Tensor,
+    needs: list[tuple[bool, bool]],
+    groups: Groups,
+) -> list[tuple[Tokens | None, Tokens | None]]:
+    """Return the operands of the gradients of the products' results, for dx and for dw of each."""
+    formats = [_formats_of_dy(call, *needed) for call, needed in zip(calls, needs, strict=True)]
+    gated = Gated(*_halves(results), dh)
+    multiple = calls[0].plan.multiple
+    if len(calls) == 1:
+        a, left, _ = quantize_gated(gated._replace(side=BOTH), *formats[0], groups, multiple)
+        return [(a, left)]
+    # With scales of groups both are cast by one launch.
+    if formats[0] == formats[1] and all(format is None or format.tile.cols == ALL for format in formats[0]):
+        a, left, _ = quantize_gated(gated._replace(side=EACH), *formats[0], groups, multiple)
+        return list(zip(_unstacked(a), _unstacked(left), strict=True))
+    made = [
+        quantize_gated(gated._replace(side=side), *own, groups, multiple)
+        for side, own in zip((GATE, UP), formats, strict=True)
+    ]
+    return [(a, left) for a, left, _ in made]
 
 
-def _halves(results: list[torch.Tensor]) -> list[torch.Tensor]:
-    return results if len(results) > 1 else list(results[0].chunk(2, 1))
+def _unstacked(both: Tokens | None) -> tuple[Tokens | None, Tokens | None]:
+    return (None, None) if both is None else unstacked(both)
+
+
+def _halves(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = results if len(results) > 1 else results[0].chunk(2, 1)
+    return gate, up
 
 
 def _formats_of_dy(
@@ -136,7 +157,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def grouped_swiglu(
+def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weights)
     x: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor | None,
@@ -150,9 +171,9 @@ def grouped_swiglu(
 ) -> torch.Tensor:
     """``down(silu(gate(x)) * up(x))`` for each expert's weights and its tokens, in float8 by a recipe.
 
-    It computes what ``grouped_linear`` of each weight does, with PyTorch's SwiGLU between them. On GPUs since Hopper SwiGLU is
-    computed where its result is cast, forward and backward, in bfloat16, where 128 divides N; with recipes of which a
-    product is in high precision, delayed scaling and adapters it is by itself.
+    It computes what ``grouped_linear`` of each weight does, with PyTorch's SwiGLU between them. On GPUs since Hopper
+    SwiGLU is computed where its result is cast, forward and backward, in bfloat16 and where 128 divides N. With delayed
+    scaling, adapters, and recipes of which a product is in high precision it is computed by itself.
 
     Args:
         x: (M, K), sorted by expert.

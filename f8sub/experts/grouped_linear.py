@@ -184,25 +184,33 @@ def tensors_of(kept: Tokens) -> tuple[torch.Tensor, ...]:
 
 
 def product_of_rows(a: Tokens, w: torch.Tensor, groups: Groups, call: GroupedCall) -> torch.Tensor:
-    """y (M, N) of fprop, of codes of x (M, K) and a weight of N and K as it is stored."""
+    """Return y (M, N) of fprop, of codes of x (M, K) and a weight of N and K as it is stored."""
     spec = call.plan.recipe.fprop
     right = rowwise_of_experts(w, present(spec.b), call)
     return grouped_ops.rows(call.plan.fprop, spec, a, right, groups, call.dtype)
 
 
 def gradient_of_rows(
-    a: Tokens, w: torch.Tensor, groups: Groups, call: GroupedCall, after: torch.Tensor
+    a: Tokens,
+    w: torch.Tensor,
+    groups: Groups,
+    call: GroupedCall,
+    after: torch.Tensor,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """dx (M, K) of dgrad, of codes of dy (M, N); ``after`` is made in backward, and its values are not read."""
+    """Return dx (M, K) of dgrad, of codes of dy (M, N), plus ``added``.
+
+    ``after`` is made in backward, and its values are not read.
+    """
     spec = call.plan.recipe.dgrad
     right = _columnwise(w, present(spec.b), call, after)
-    return grouped_ops.rows(call.plan.dgrad, spec, a, right, groups, call.dtype)
+    return grouped_ops.rows(call.plan.dgrad, spec, a, right, groups, call.dtype, added)
 
 
 def gradient_of_weights(
     left: Tokens, saved: Sequence[torch.Tensor], w: torch.Tensor, groups: Groups, call: GroupedCall
 ) -> torch.Tensor:
-    """dw (E, N, K) of wgrad, of codes of dy and ``tensors_of`` those of x."""
+    """Return dw (E, N, K) of wgrad, of codes of dy and ``tensors_of`` those of x."""
     spec = call.plan.recipe.wgrad
     data, scale_inv, first, ends = saved
     right = Tokens(data, scale_inv, present(spec.b), Groups(first, ends, data.shape[1]), True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from f8sub.capture import is_capturing
-from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, present, share_scale
+from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, Tile, present, share_scale
 from f8sub.kernels import reference
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.gated import Gated
@@ -21,6 +21,7 @@ from f8sub.kernels.grouped.operands import (
     aligned_rows,
     empty_codes,
     empty_scale_inv,
+    stacked,
     start_of_groups,
 )
 from f8sub.kernels.reference import Quantized
@@ -326,7 +327,10 @@ def quantize_gated(
 ) -> tuple[Tokens | None, Tokens | None]:
     """``quantize_tokens`` of what is computed where it is cast; of its values where no kernel does both."""
     if not _takes_gated(gated, groups, rowwise, columnwise, multiple):
-        return quantize_tokens(gated.values(), groups, rowwise, columnwise, multiple)
+        if gated.matrices == 1:
+            return quantize_tokens(gated.values(), groups, rowwise, columnwise, multiple)
+        parts = [quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()]
+        return stacked(*(part[0] for part in parts)), stacked(*(part[1] for part in parts))
     from f8sub.kernels.triton import launch
 
     ends = groups.ends.contiguous()
@@ -356,7 +360,7 @@ def _takes_gated(
         gated.gate.dtype == torch.bfloat16
         and _takes_groups(like, groups, rowwise, columnwise, multiple)
         and support.compares_pairs(like.device)
-        and (tile in (TENSORWISE, ROWWISE, VECTOR) or tile.cols in PAIRED_SQUARES)
+        and (tile in (TENSORWISE, ROWWISE) or (gated.matrices == 1 and _is_local(tile)))
         and edge % EDGE == 0
         and gated.gate.shape[1] % max(EDGE, 1 if tile.cols == ALL else tile.cols) == 0
         and gated.gate.stride() == gated.up.stride()
@@ -365,6 +369,11 @@ def _takes_gated(
         and (gated.dh is None or gated.dh.is_contiguous())
         and not any(t.data_ptr() % ALIGNMENT for t in tensors)
     )
+
+
+def _is_local(tile: Tile) -> bool:
+    """Return whether kernels of pairs find scales of such tiles in one look."""
+    return tile == VECTOR or tile.cols in PAIRED_SQUARES
 
 
 def token_launches(
@@ -392,13 +401,14 @@ def token_launches(
     # A kernel writes where the groups lie, which the host does not know.
     laid = Groups(torch.empty_like(ends), torch.empty_like(ends), aligned_rows(len(x), len(ends), edge))
     row = col = None
+    count = 1 if gated is None else gated.matrices
     if rowwise is not None:
         of_rows = laid if is_square else given
-        data = x.new_empty((of_rows.rows, x.shape[1]), dtype=rowwise.dtype)
-        row = Operand(data, empty_scale_inv(x, rowwise, of_rows, contracted=False), rowwise)
+        data = x.new_empty((count * of_rows.rows, x.shape[1]), dtype=rowwise.dtype)
+        row = Operand(data, empty_scale_inv(x, rowwise, of_rows, contracted=False, count=count), rowwise)
     if columnwise is not None:
-        data = x.new_empty((x.shape[1], laid.rows), dtype=columnwise.dtype)
-        col = Operand(data, empty_scale_inv(x, columnwise, laid, contracted=True), columnwise)
+        data = x.new_empty((count * x.shape[1], laid.rows), dtype=columnwise.dtype)
+        col = Operand(data, empty_scale_inv(x, columnwise, laid, contracted=True, count=count), columnwise)
     where = (laid.first, laid.ends) if is_laid_out else None
     from f8sub.kernels.triton import quantize_grouped_launch
 

@@ -332,7 +332,7 @@ def _quantize_groups(
     return _listed(x, made, row, col, multiple)
 
 
-def _quantize_gated(
+def _quantize_gated(  # noqa: PLR0913  (an operator has no structures)
     gate: torch.Tensor,
     up: torch.Tensor,
     dh: torch.Tensor | None,
@@ -351,7 +351,7 @@ def _quantize_gated(
     return _listed(gated.empty(), made, row, col, multiple)
 
 
-def _fake_gated(
+def _fake_gated(  # noqa: PLR0913
     gate: torch.Tensor,
     up: torch.Tensor,
     dh: torch.Tensor | None,
@@ -362,7 +362,8 @@ def _fake_gated(
     columnwise: str | None,
     multiple: int,
 ) -> list[torch.Tensor]:
-    return _fake_groups(Gated(gate, up, dh, side).empty(), first, ends, rowwise, columnwise, multiple)
+    gated = Gated(gate, up, dh, side)
+    return _fake_groups(gated.empty(), first, ends, rowwise, columnwise, multiple, gated.matrices)
 
 
 def _listed(
@@ -403,6 +404,7 @@ def _fake_groups(
     rowwise: str | None,
     columnwise: str | None,
     multiple: int,
+    count: int = 1,
 ) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for name, contracted in ((rowwise, False), (columnwise, True)):
@@ -411,9 +413,9 @@ def _fake_groups(
         format = Float8Format.parse(name)
         start = _start(format, contracted=contracted, multiple=multiple)
         rows = x.shape[0] if start == 1 else aligned_rows(x.shape[0], ends.shape[0], start)
-        shape = (x.shape[1], rows) if contracted else (rows, x.shape[1])
+        shape = (count * x.shape[1], rows) if contracted else (count * rows, x.shape[1])
         groups = Groups(first, ends, rows)
-        scale_inv = empty_scale_inv_of_groups(x, format, groups, contracted=contracted)
+        scale_inv = empty_scale_inv_of_groups(x, format, groups, contracted=contracted, count=count)
         found += [x.new_empty(shape, dtype=format.dtype), scale_inv]
         if start > 1:
             found += [torch.empty_like(first), torch.empty_like(ends)]

@@ -259,8 +259,10 @@ def install(arm: Arm) -> None:
             mesh = next(iter(get_model_state_dict(self.model).values())).device_mesh
             self.model, _ = trainers.build_model(self.settings, self.tokenizer.vocab_size, mesh)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **hyperparameters)
-            plain = self.model.state_dict().keys()
-            weights = {name: value for name, value in pretrain._under(state, "model.").items() if name in plain}
+            plain = get_model_state_dict(self.model).keys()
+            weights = {
+                name: value for name, value in pretrain._under(state, "model.").items() if name in plain
+            }
             set_model_state_dict(self.model, weights)
             optimizer |= pretrain._under(state, "optimizer.")
             set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=pretrain.FLAT)

@@ -7,7 +7,7 @@ import torch
 
 from f8sub.kernels import cuda
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gated import BOTH, GATE, RESULT, UP, Gated
+from f8sub.kernels.grouped.gated import BOTH, EACH, GATE, RESULT, UP, Gated
 from tests.data_sets import make
 from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bytes
@@ -24,7 +24,7 @@ KERNELS = {
     "128x128": "quantize_paired_squares",
     "256x256-e5m2": "quantize_paired_squares",
 }
-SIDES = RESULT, BOTH, GATE, UP
+SIDES = RESULT, BOTH, EACH, GATE, UP
 
 
 def gated(groups, side: str, device: str, together: bool = True) -> Gated:
@@ -39,9 +39,21 @@ def gated(groups, side: str, device: str, together: bool = True) -> Gated:
     return Gated(gate, up, dh.to(device), side)
 
 
-CASES = list(itertools.product(KERNELS, SIDES, ("ragged",)))
-SHORT = [("tensorwise", RESULT), ("tensorwise-e5m2", BOTH), ("rowwise", GATE), ("1x128", BOTH)]
-MORE = [*CASES, *((name, BOTH, kind) for name in KERNELS for kind in (EMPTY, "all empty", "one token"))]
+CASES = [
+    case for case in itertools.product(KERNELS, SIDES, ("ragged",)) if case[1] != EACH or "wise" in case[0]
+]
+SHORT = [
+    ("tensorwise", RESULT),
+    ("tensorwise-e5m2", BOTH),
+    ("rowwise", GATE),
+    ("1x128", BOTH),
+    ("rowwise", EACH),
+]
+MORE = [
+    *CASES,
+    *(("tensorwise", EACH, kind) for kind in (EMPTY, "all empty")),
+    *((name, BOTH, kind) for name in KERNELS for kind in (EMPTY, "all empty", "one token")),
+]
 
 
 @pytest.mark.parametrize(
@@ -51,21 +63,30 @@ MORE = [*CASES, *((name, BOTH, kind) for name in KERNELS for kind in (EMPTY, "al
 def test_what_is_cast_is_what_torch_computes(name, side, kind, device):
     groups, format = groups_of(COUNTS[kind]), FORMATS[name]
     source = gated(groups, side, device, together=side != GATE)
-    values = source.values().cpu()
+    values = [one.values().cpu() for one in (source.each() if side == EACH else [source])]
     for row in (format, None):
         with launched() as names:
             found = cuda.quantize_gated(source, on(device, groups), row, format, 128)
         assert names == ["lay_out", KERNELS[name]]
-        right = operands.quantize_both(values, groups, row, format, 128)
-        for codes, wanted in zip(found, right, strict=True):
-            if wanted is None:
-                assert codes is None
-                continue
-            data, scale_inv = (codes.data, wanted.data), (codes.scale_inv, wanted.scale_inv)
-            if wanted.groups is groups:
-                end = int(groups.ends[-1])
-                data = data[0][:end], data[1][:end]
-                if format.tile.rows == 1:
-                    scale_inv = scale_inv[0][:end], scale_inv[1][:end]
-            assert_same_bytes("codes", *data)
-            assert_same_bytes("scales", *scale_inv)
+        pairs = [found]
+        if side == EACH:
+            each = [(None, None) if codes is None else operands.unstacked(codes) for codes in found]
+            pairs = list(zip(*each, strict=True))
+        for codes, matrix in zip(pairs, values, strict=True):
+            check(codes, operands.quantize_both(matrix, groups, row, format, 128), groups)
+
+
+def check(found, right, groups) -> None:
+    """Rows past the last group are undefined in what has x's rows."""
+    for codes, wanted in zip(found, right, strict=True):
+        if wanted is None:
+            assert codes is None
+            continue
+        data, scale_inv = (codes.data, wanted.data), (codes.scale_inv, wanted.scale_inv)
+        if wanted.groups is groups:
+            end = int(groups.ends[-1])
+            data = data[0][:end], data[1][:end]
+            if wanted.format.tile.rows == 1:
+                scale_inv = scale_inv[0][:end], scale_inv[1][:end]
+        assert_same_bytes("codes", *data)
+        assert_same_bytes("scales", *scale_inv)

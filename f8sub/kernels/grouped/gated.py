@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-RESULT, BOTH, GATE, UP = "result", "both", "gate", "up"
-"""What is cast: SwiGLU's result; gradients of gate and up side by side, as one weight makes them; or one of these."""
+RESULT, BOTH, EACH, GATE, UP = "result", "both", "each", "gate", "up"
+"""What is cast: SwiGLU's result; gradients of gate and up side by side, as one weight makes them; as two matrices, up's
+below gate's; or one of these."""
 
 
 class Gated(NamedTuple):
@@ -18,7 +19,7 @@ class Gated(NamedTuple):
         gate: (M, N), in high precision, whose rows may lie in a wider matrix.
         up: (M, N), in rows of the same stride.
         dh: (M, N), the gradient of the result, contiguous; None for ``RESULT``.
-        side: ``RESULT``, ``GATE`` or ``UP``, (M, N), or ``BOTH``, (M, 2 N).
+        side: ``RESULT``, ``GATE`` or ``UP``, (M, N), ``BOTH``, (M, 2 N), or ``EACH``, two of (M, N).
     """
 
     gate: torch.Tensor
@@ -27,8 +28,13 @@ class Gated(NamedTuple):
     side: str = RESULT
 
     @property
+    def matrices(self) -> int:
+        """Matrices that are cast, each with scales of its own."""
+        return 2 if self.side == EACH else 1
+
+    @property
     def width(self) -> int:
-        """Columns of what is cast."""
+        """Columns of each."""
         width = self.gate.shape[1]
         return 2 * width if self.side == BOTH else width
 
@@ -39,11 +45,11 @@ class Gated(NamedTuple):
         return read * self.gate.numel() * self.gate.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A tensor that has the shape, dtype and device of what is cast, and no memory to speak of."""
+        """A tensor that has the shape, dtype and device of each matrix, and no memory to speak of."""
         return self.gate.new_empty(1).expand(self.gate.shape[0], self.width)
 
     def values(self) -> torch.Tensor:
-        """What is cast, (M, width), as PyTorch computes it."""
+        """What is cast, (M, width), as PyTorch computes it; of one matrix."""
         if self.dh is None:
             return F.silu(self.gate) * self.up
         parts = []
@@ -52,3 +58,7 @@ class Gated(NamedTuple):
         if self.side != GATE:
             parts.append(self.dh * F.silu(self.gate))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def each(self) -> "tuple[Gated, Gated]":
+        """The two matrices of ``EACH``."""
+        return self._replace(side=GATE), self._replace(side=UP)

@@ -52,6 +52,7 @@ def triton_by_rows(
     out_dtype: torch.dtype,
     fast_accum: bool,
     config: GroupedConfig | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(M, K) x (E, N, K) -> (M, N), zeros in the rows past the last group: ``gemm_launch.product_by_rows``."""
     experts, cols, depth = b.data.shape
@@ -61,7 +62,7 @@ def triton_by_rows(
     from f8sub.kernels.triton.gemm_launch import product_by_rows
 
     config = config or default_grouped_config(-(-depth // BLOCK), _by_block(b))
-    return _run_triton(product_by_rows, a, b, rows, out_dtype, fast_accum, config)
+    return _run_triton(product_by_rows, a, b, rows, out_dtype, fast_accum, config, added=added)
 
 
 def triton_over_rows(
@@ -95,18 +96,26 @@ def clear_past(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _run_triton(product: Callable[..., Any], a: Operand, b: Operand, rows: Rows, *how: Any) -> torch.Tensor:
+def _run_triton(
+    product: Callable[..., Any],
+    a: Operand,
+    b: Operand,
+    rows: Rows,
+    *how: Any,
+    added: torch.Tensor | None = None,
+) -> torch.Tensor:
     # Imported where it runs, because installations without a GPU may lack Triton.
     from f8sub.kernels.triton.launch import Launches, run
 
     def make() -> Launches:
-        launches, out = product(a, b, rows, *how, multiprocessors(a.data.device))
+        more = () if added is None else (added,)
+        launches, out = product(a, b, rows, *how, multiprocessors(a.data.device), *more)
         return Launches(launches, [out, launches[0].arguments["table_ptr"]], [])
 
     with support.device_of(a.data):
         # The formats, because shapes do not always tell what a scale serves.
         kind = product, a.format, b.format, rows.total, *how
-        return run(kind, (*a.tensors, *b.tensors, *rows[:3]), make)[0]
+        return run(kind, (*a.tensors, *b.tensors, *rows[:3], added), make)[0]
 
 
 def _by_block(b: Operand) -> bool:
@@ -114,7 +123,6 @@ def _by_block(b: Operand) -> bool:
     return tile.rows == 1 and tile.cols != ALL
 
 
-ByRows = Callable[[Tokens, ExpertWeights, Groups, torch.dtype, bool], torch.Tensor]
 OverRows = Callable[[Tokens, Tokens, Groups, torch.dtype, bool], torch.Tensor]
 
 
@@ -126,12 +134,14 @@ class GroupedBackend(NamedTuple):
         rows: tokens with the weights of their expert, with zeros in the rows past the last group.
         weights: over the tokens of each expert.
         multiple: groups that are summed over begin at multiples of it.
+        adds: whether ``rows`` takes a matrix that it adds to its rounded result, past its other arguments.
     """
 
     why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
-    rows: ByRows
+    rows: Callable[..., torch.Tensor]
     weights: OverRows
     multiple: int = 1
+    adds: bool = False
 
 
 def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -192,11 +202,16 @@ def _scaled_weights(
 
 
 def _triton_rows(
-    a: Tokens, b: ExpertWeights, groups: Groups, out_dtype: torch.dtype, fast_accum: bool
+    a: Tokens,
+    b: ExpertWeights,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     left, right = Operand(a.data, a.scale_inv, a.format), Operand(b.data, b.scale_inv, b.format)
     rows = Rows(groups.first, groups.ends, a.groups.first, groups.rows)
-    return triton_by_rows(left, right, rows, out_dtype, fast_accum)
+    return triton_by_rows(left, right, rows, out_dtype, fast_accum, added=added)
 
 
 def _triton_weights(
@@ -231,7 +246,7 @@ def _dequantized_weights(
     return dw.to(out_dtype)
 
 
-TRITON = GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE)
+TRITON = GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE, adds=True)
 SCALED = GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE)
 DEQUANTIZE = GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights)
 

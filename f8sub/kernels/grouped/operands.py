@@ -165,18 +165,18 @@ def as_rows(scale_inv: torch.Tensor) -> torch.Tensor:
 
 
 def empty_scale_inv(
-    like: torch.Tensor, format: Float8Format, groups: Groups, *, contracted: bool
+    like: torch.Tensor, format: Float8Format, groups: Groups, *, contracted: bool, count: int = 1
 ) -> torch.Tensor:
-    """Return uninitialized memory for ``Tokens.scale_inv`` of a matrix ``like``, (any, K), in groups.
+    """Return uninitialized memory for ``Tokens.scale_inv`` of ``count`` matrices ``like``, (any, K), in groups.
 
-    Rowwise scales of 1x128 are column-major, as products read them.
+    Rowwise scales of 1x128 are column-major, as products read them, and of one matrix.
     """
     tile = format.tile.t() if contracted else format.tile
     if tile.rows != ALL and not contracted:
-        return block_scales.empty_scale_inv(like, format, groups.rows, like.shape[1])
+        return block_scales.empty_scale_inv(like, format, count * groups.rows, like.shape[1])
     down, along = tile.scale_shape((groups.rows, like.shape[1]))
     down = len(groups.ends) if tile.rows == ALL else down
-    return like.new_empty((down, along), dtype=format.scale_rule.stored_as)
+    return like.new_empty((count * down, along), dtype=format.scale_rule.stored_as)
 
 
 def quantize_tokens(
@@ -239,8 +239,26 @@ def quantize_gated(
     columnwise: Float8Format | None,
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
-    """``quantize_both`` of what is computed where it is cast."""
-    return quantize_both(gated.values(), groups, rowwise, columnwise, multiple)
+    """``quantize_both`` of what is computed where it is cast; of two matrices those of the second below the first's."""
+    if gated.matrices == 1:
+        return quantize_both(gated.values(), groups, rowwise, columnwise, multiple)
+    parts = [quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()]
+    return stacked(*(part[0] for part in parts)), stacked(*(part[1] for part in parts))
+
+
+def stacked(first: Tokens | None, second: Tokens | None) -> Tokens | None:
+    """Operands of one format, one below the other, each with its scales; None of none."""
+    if first is None or second is None:
+        return None
+    data = torch.cat([part.data.view(torch.uint8) for part in (first, second)]).view(first.data.dtype)
+    return first._replace(data=data, scale_inv=torch.cat([first.scale_inv, second.scale_inv]))
+
+
+def unstacked(both: Tokens) -> tuple[Tokens, Tokens]:
+    """The operands of ``stacked``."""
+    parts = zip(both.data.chunk(2), both.scale_inv.chunk(2), strict=True)
+    first, second = (both._replace(data=data, scale_inv=scale_inv) for data, scale_inv in parts)
+    return first, second
 
 
 class QuantizedTokens(NamedTuple):

@@ -76,17 +76,38 @@ def _is_of_checkpointing(mode: Any) -> bool:
 
 
 def rows(
-    backend: str | None, spec: GemmSpec, a: Tokens, b: ExpertWeights, groups: Groups, dtype: torch.dtype
+    backend: str | None,
+    spec: GemmSpec,
+    a: Tokens,
+    b: ExpertWeights,
+    groups: Groups,
+    dtype: torch.dtype,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``GroupedBackend.rows`` of the backend of that name."""
+    """``GroupedBackend.rows`` of the backend of that name; plus ``added``, of the result's shape and dtype."""
     own = _backend(backend, spec)
     if not torch.compiler.is_compiling():
-        multiply = functools.partial(own.rows, a, b, groups, dtype, spec.fast_accum)
+        multiply = functools.partial(_multiplied, own, a, b, groups, dtype, spec.fast_accum, added)
         return seen_as_one(multiply, a.data, b.data, groups.ends)
     found: torch.Tensor = rows_as_one_node(
-        *_packed(backend, a, b, [*a.groups[:2]], groups), dtype, spec.fast_accum
+        *_packed(backend, a, b, [*a.groups[:2]], groups), dtype, spec.fast_accum, added
     )
     return found
+
+
+def _multiplied(
+    backend: GroupedBackend,
+    a: Tokens,
+    b: ExpertWeights,
+    groups: Groups,
+    dtype: torch.dtype,
+    fast_accum: bool,
+    added: torch.Tensor | None,
+) -> torch.Tensor:
+    if added is not None and backend.adds:
+        return backend.rows(a, b, groups, dtype, fast_accum, added.contiguous())
+    y = backend.rows(a, b, groups, dtype, fast_accum)
+    return y if added is None else y + added
 
 
 def weights(
@@ -132,7 +153,7 @@ def high_precision_weights(dy: torch.Tensor, x: torch.Tensor, groups: Groups) ->
     return found
 
 
-def _rows(
+def _rows(  # noqa: PLR0913  (an operator has no structures)
     a: list[torch.Tensor],
     b: list[torch.Tensor],
     lie: list[torch.Tensor],
@@ -140,6 +161,7 @@ def _rows(
     how: str,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply ``a`` and ``b``, each codes and scales.
 
@@ -150,11 +172,11 @@ def _rows(
     tokens = Tokens(a[0], a[1], Float8Format.parse(left), Groups(lie[0], lie[1], a[0].shape[0]), False)
     experts = ExpertWeights(b[0], b[1], Float8Format.parse(right))
     # The fake's strides are the promise.
-    return GROUPED[backend].rows(tokens, experts, groups, out_dtype, fast_accum).contiguous()
+    return _multiplied(GROUPED[backend], tokens, experts, groups, out_dtype, fast_accum, added).contiguous()
 
 
 def _fake_rows(a: list[torch.Tensor], b: list[torch.Tensor], *rest: Any) -> torch.Tensor:
-    _, rows, _, out_dtype, _ = rest
+    _, rows, _, out_dtype, *_ = rest
     return a[0].new_empty((rows, b[0].shape[1]), dtype=out_dtype)
 
 

@@ -289,9 +289,7 @@ def _swiglu_pair(gate, up):
     if INTERPRETED:
         return _bits(_swiglu(_lo(gate), _lo(up))) | (_bits(_swiglu(_hi(gate), _hi(up))) << 16)
     else:
-        return tl.inline_asm_elementwise(
-            SWIGLU, "=r,r,r", [gate, up], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(SWIGLU, "=r,r,r", [gate, up], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

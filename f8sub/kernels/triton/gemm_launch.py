@@ -23,7 +23,7 @@ REGISTERS = {"MULTIPLIERS": 240, "LOADER": 24}
 
 
 OF_ONE_GROUP = {
-    **dict.fromkeys(("table_ptr", "GROUPS", "A_LINES", "b_group_stride")),
+    **dict.fromkeys(("table_ptr", "added_ptr", "GROUPS", "A_LINES", "b_group_stride")),
     **dict.fromkeys(("OVER_ROWS", "FAST"), False),
 }
 """Arguments of ``multiply_persistently`` for a product of two matrices, which needs no table."""
@@ -138,7 +138,7 @@ ZEROED = 1024
 """Elements of a row past the last group that are written at once."""
 
 
-def product_by_rows(
+def product_by_rows(  # noqa: PLR0913  (a product, and how it is launched)
     a: Operand,
     b: Operand,
     rows: Rows,
@@ -146,6 +146,7 @@ def product_by_rows(
     fast_accum: bool,
     config: GroupedConfig,
     programs: int,
+    added: torch.Tensor | None = None,
 ) -> tuple[list[Launch], torch.Tensor]:
     """Return how to multiply rows with the matrix of their group: y (M, N) = x (M, K) @ w (E, N, K).
 
@@ -157,6 +158,7 @@ def product_by_rows(
         fast_accum: leave sums to the tensor cores' accumulators, where all scales are applied to whole sums.
         config: the tiles.
         programs: multiprocessors of the device.
+        added: (M, N), contiguous, added to the rounded product; zeros in the rows past the last group. None for none.
 
     Returns:
         The launches, in order, and what they fill.
@@ -184,6 +186,7 @@ def product_by_rows(
         **_grouped_side("a", a, config.rows, config.persistent, loads_scales=False),
         **_grouped_side("b", flat, config.cols, config.persistent, experts),
         "out_ptr": out,
+        "added_ptr": added,
         "table_ptr": table,
         "M": rows.total,
         "N": cols,
@@ -225,6 +228,7 @@ def product_over_rows(
         **_grouped_side("a", a, config.rows, config.persistent),
         **_grouped_side("b", b, config.cols, config.persistent),
         "out_ptr": out,
+        "added_ptr": None,
         "table_ptr": table,
         "M": rows,
         "N": cols,

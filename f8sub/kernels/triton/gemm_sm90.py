@@ -215,8 +215,11 @@ def add(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def store(out_ptr, total, row, col, M, N):
-    """Store the sums of (64, 64) that lie within the matrix; eight neighbours per thread."""
+def store(out_ptr, added_ptr, total, row, col, M, N):
+    """Store the sums of (64, 64) that lie within the matrix; eight neighbours per thread.
+
+    Unless its pointer is None, another matrix is added to the rounded sums, and the result is rounded.
+    """
     NEIGHBOURS: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -228,7 +231,11 @@ def store(out_ptr, total, row, col, M, N):
     i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, NEIGHBOURS))
     j = col + gl.arange(0, 64, layout=gl.SliceLayout(0, NEIGHBOURS))
     pointers = out_ptr + i.to(gl.int64)[:, None] * N + j[None, :]
-    gl.store(pointers, rounded, mask=(i < M)[:, None] & (j < N)[None, :])
+    inside = (i < M)[:, None] & (j < N)[None, :]
+    if added_ptr is not None:
+        added = gl.load(added_ptr + i.to(gl.int64)[:, None] * N + j[None, :], mask=inside, other=0.0)
+        rounded = (rounded.to(gl.float32) + added.to(gl.float32)).to(out_ptr.dtype.element_ty)
+    gl.store(pointers, rounded, mask=inside)
 
 
 @gluon.jit
@@ -354,19 +361,19 @@ def cols_scaled(total, scale, group, col, N, SIDE: gl.constexpr, SUMS: gl.conste
 
 @gluon.jit
 def store_quarter(
-    out_ptr, total, a_scale, b_scale, group, a_first, row, end, col, N,
+    out_ptr, added_ptr, total, a_scale, b_scale, group, a_first, row, end, col, N,
     A: gl.constexpr, B: gl.constexpr,
 ):  # fmt: skip
     """Store 64 columns of a warpgroup's rows, times the scales that are applied to the whole sum."""
     SUMS: gl.constexpr = total.type.layout
     total = rows_scaled(total, a_scale, group, a_first, row, end, A, SUMS)
-    store(out_ptr, cols_scaled(total, b_scale, group, col, N, B, SUMS), row, col, end, N)
+    store(out_ptr, added_ptr, cols_scaled(total, b_scale, group, col, N, B, SUMS), row, col, end, N)
 
 
 @gluon.jit
 def multiply_tiles(
-    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N, BLOCKS, GROUPS,
-    A_LINES, a_stride, b_stride, b_group_stride,
+    out_ptr, added_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N, BLOCKS,
+    GROUPS, A_LINES, a_stride, b_stride, b_group_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, PASS: gl.constexpr, OVER_ROWS: gl.constexpr,
     FAST: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -392,15 +399,24 @@ def multiply_tiles(
         # Where the scales of these 64 rows begin.
         a_first = (out_row if OVER_ROWS else a_line) + FIRST
         row = out_row + FIRST
-        store_quarter(out_ptr, sums_0, a_scale, b_scale, group, a_first, row, out_end, col, N, A, B)
-        store_quarter(out_ptr, sums_1, a_scale, b_scale, group, a_first, row, out_end, col + 64, N, A, B)
-        store_quarter(out_ptr, sums_2, a_scale, b_scale, group, a_first, row, out_end, col + 128, N, A, B)
-        store_quarter(out_ptr, sums_3, a_scale, b_scale, group, a_first, row, out_end, col + 192, N, A, B)
+        store_quarter(
+            out_ptr, added_ptr, sums_0, a_scale, b_scale, group, a_first, row, out_end, col, N, A, B
+        )
+        store_quarter(
+            out_ptr, added_ptr, sums_1, a_scale, b_scale, group, a_first, row, out_end, col + 64, N, A, B
+        )
+        store_quarter(
+            out_ptr, added_ptr, sums_2, a_scale, b_scale, group, a_first, row, out_end, col + 128, N, A, B
+        )
+        store_quarter(
+            out_ptr, added_ptr, sums_3, a_scale, b_scale, group, a_first, row, out_end, col + 192, N, A, B
+        )
 
 
 @gluon.jit(do_not_specialize=["M", "BLOCKS", "GROUPS", "A_LINES", "a_stride", "b_stride", "b_group_stride"])
 def multiply_persistently(
-    a, b, a_scale, b_scale, out_ptr, table_ptr, M, N, BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride,
+    a, b, a_scale, b_scale, out_ptr, added_ptr, table_ptr, M, N, BLOCKS, GROUPS, A_LINES, a_stride, b_stride,
+    b_group_stride,
     A: gl.constexpr, B: gl.constexpr, CONFIG: gl.constexpr, OVER_ROWS: gl.constexpr, FAST: gl.constexpr,
     MULTIPLIERS: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
@@ -413,7 +429,8 @@ def multiply_persistently(
 
     Of groups ``table_ptr`` is the table of ``grouped_gemm``, and arguments are those of its ``multiply_groups``; scales
     of ``a``'s rows by groups, which begin anywhere, are pointers. Over rows BLOCKS are those of all groups, and what
-    lies past them is zeros. Of matrices ``table_ptr``, GROUPS, A_LINES and ``b_group_stride`` are None.
+    lies past them is zeros. Of matrices ``table_ptr``, GROUPS, A_LINES and ``b_group_stride`` are None. A matrix
+    ``added_ptr`` like the result is added to it, unless it is None.
     """
     ROWS: gl.constexpr = CONFIG.rows
     COLS: gl.constexpr = CONFIG.cols
@@ -451,16 +468,18 @@ def multiply_persistently(
             (
                 multiply_tiles,
                 (
-                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST,
+                    out_ptr, added_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty,
+                    table_ptr, M, N, BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS,
+                    OVER_ROWS, FAST,
                     0,
                 ),
             ),
             (
                 multiply_tiles,
                 (
-                    out_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty, table_ptr, M, N,
-                    BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS, OVER_ROWS, FAST,
+                    out_ptr, added_ptr, a_scale, b_scale, a_blocks, b_blocks, a_scales, b_scales, full, empty,
+                    table_ptr, M, N, BLOCKS, GROUPS, A_LINES, a_stride, b_stride, b_group_stride, A, B, CONFIG, PASS,
+                    OVER_ROWS, FAST,
                     64,
                 ),
             ),

@@ -105,14 +105,16 @@ def scale_of_sum(scale, group, first, inside, SIDE: tl.constexpr, LINES: tl.cons
 
 @triton.jit(do_not_specialize=["M", "BLOCKS", "A_LINES", "B_LINES", "a_stride", "b_stride", "b_group_stride"])
 def multiply_groups(
-    a, b, a_scale, b_scale, out_ptr, table_ptr, M, N, BLOCKS, A_LINES, B_LINES, a_stride, b_stride, b_group_stride,
+    a, b, a_scale, b_scale, out_ptr, added_ptr, table_ptr, M, N, BLOCKS, A_LINES, B_LINES, a_stride, b_stride,
+    b_group_stride,
     A: tl.constexpr, B: tl.constexpr, CONFIG: tl.constexpr, OVER_ROWS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile per program, of those that there may be.
 
     By rows M is not read, N are the columns of each group's matrix and BLOCKS those of K; over rows the results of all
     groups are (M, N). ``a`` and ``b`` are descriptors of blocks of (rows, 128) and (cols, 128), of A_LINES and B_LINES
-    rows in all. A and B are ``gemm_launch.ScaleBlock``s. FAST leaves sums to the tensor cores' accumulators.
+    rows in all. A and B are ``gemm_launch.ScaleBlock``s. FAST leaves sums to the tensor cores' accumulators. A matrix
+    ``added_ptr`` like the result is added to it, unless it is None.
     """
     ROWS: tl.constexpr = CONFIG.rows
     COLS: tl.constexpr = CONFIG.cols
@@ -174,4 +176,8 @@ def multiply_groups(
         factor = scale_of_sum(b_scale, group, group * N + col, j < N, B, COLS)
         total = total * (factor[None, :] if B.is_by_line else factor)
     pointers = out_ptr + i.to(tl.int64)[:, None] * N + j[None, :]
-    tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=(i < out_end)[:, None] & (j < N)[None, :])
+    inside, rounded = (i < out_end)[:, None] & (j < N)[None, :], total.to(out_ptr.dtype.element_ty)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + i.to(tl.int64)[:, None] * N + j[None, :], mask=inside, other=0.0)
+        rounded = (rounded.to(tl.float32) + added.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(pointers, rounded, mask=inside)

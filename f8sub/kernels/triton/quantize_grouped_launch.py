@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.grouped.gated import BOTH, RESULT, Gated
+from f8sub.kernels.grouped.gated import BOTH, EACH, RESULT, Gated
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
@@ -67,20 +67,17 @@ GATED = 64, EDGE
 On an H200 those of 32 rows are a tenth to a quarter slower.
 """
 
-GATED_ONE_PASS_REGISTERS = {True: 80, False: 96}
-"""Of a thread there: for SwiGLU's result, and for its gradients."""
+GATED_RESULT_REGISTERS, GATED_ONE_SCALE_REGISTERS, GATED_REGISTERS = 80, 96, 128
+"""Of a thread there: for SwiGLU's result; for its gradients with one scale a group; with more of them.
 
-GATED_REGISTERS = 128
-"""Of a thread that computes SwiGLU in ``quantize_paired_vectors``, for 2 programs an SM.
-
-On an H200 80 take twice as long for gradients.
+The last number is that of ``quantize_paired_vectors``, too, where it computes SwiGLU.
 """
 
 GATED_SQUARE_COLS = 64
 """Columns of a square that 8 warps hold in registers where they compute SwiGLU."""
 
 
-def quantization(
+def quantization(  # noqa: PLR0913  (tokens, what they fill, and how groups lie)
     x: torch.Tensor,
     ends: torch.Tensor,
     row: Operand | None,
@@ -112,7 +109,8 @@ def quantization(
     # In turn, where L2 would have lost the first rows before a second launch reads them.
     is_large = gated is not None or x.nbytes >= LEAST_BYTES
     turns = rows // edge if is_of_groups and is_large and is_paired(x, EDGE, rows) else 0
-    zeros = _zeros(x, len(ends), tile, row is not None, turns > 0)
+    matrices = 1 if gated is None else gated.matrices
+    zeros = _zeros(x, len(ends), tile, row is not None, turns > 0, matrices)
     counts = [3 * strips, 2 * RECORD.value * turns, *zeros]
     # One allocation for all int32 scratch; ``lay_out`` writes its zeros, so that nothing else is launched for them.
     table = torch.empty(sum(counts), dtype=torch.int32, device=x.device)
@@ -171,15 +169,17 @@ def _given_gated(gated: Gated) -> dict[str, Any]:
     }
 
 
-def _zeros(x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_one_pass: bool) -> list[int]:
+def _zeros(
+    x: torch.Tensor, count: int, tile: Tile, has_rows: bool, in_one_pass: bool, matrices: int
+) -> list[int]:
     """Return how many numbers are zero before a cast: those that count what is done, amaxes of rows, and of groups.
 
     Each kind begins at a multiple of 16 bytes.
     """
     if tile.is_whole:
-        found = count * in_one_pass, 0, count
+        found = count * in_one_pass, 0, matrices * count
     elif tile == ROWWISE:
-        found = count * in_one_pass, len(x) * has_rows, count * x.shape[1]
+        found = count * in_one_pass, matrices * len(x) * has_rows, matrices * count * x.shape[1]
     else:
         found = 0, 0, 0
     return [number + -number % 4 for number in found]
@@ -197,7 +197,9 @@ def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
     # Occupancy first: programs that wait for amaxes hold their registers.
     options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
     if filled["gate_ptr"] is not None:
-        options["maxnreg"] = GATED_ONE_PASS_REGISTERS[filled["SIDE"] == RESULT]
+        options["maxnreg"] = GATED_RESULT_REGISTERS
+        if filled["SIDE"] != RESULT:
+            options["maxnreg"] = GATED_REGISTERS if not is_whole else GATED_ONE_SCALE_REGISTERS
     return Launch(kernel, programs, {**filled, "TILE": shape_of(rows, cols, True)}, options)
 
 
@@ -239,7 +241,7 @@ def _lines(filled: dict[str, Any]) -> list[Launch]:
 
 def _across(filled: dict[str, Any]) -> int:
     """Return the columns that programs are for: of gate alone where each has the tile of up, too."""
-    found: int = filled["GATE_WIDTH"] if filled["SIDE"] == BOTH else filled["N"]
+    found: int = filled["GATE_WIDTH"] if filled["SIDE"] in (BOTH, EACH) else filled["N"]
     return found
 
 
@@ -266,9 +268,7 @@ def _squares(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
     edge = filled["EDGE"]
     if filled["col_ptr"] is not None and edge in PAIRED_SQUARES and is_paired(x, edge, filled["M"]):
         tile = edge, PAIRED_SQUARE_COLS if filled["gate_ptr"] is None else GATED_SQUARE_COLS
-        return _covering_pairs(
-            quantize_bf16x2.quantize_paired_squares, filled, tile, WARPS_8, (edge, edge)
-        )
+        return _covering_pairs(quantize_bf16x2.quantize_paired_squares, filled, tile, WARPS_8, (edge, edge))
     options = {**WARPS_8, "maxnreg": REGISTERS}
     return covering(quantize_grouped.quantize_group_squares, filled, SQUARE, options, (edge, edge))
 

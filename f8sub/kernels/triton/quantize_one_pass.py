@@ -87,14 +87,12 @@ def _interleaved_bits(halves):
 
 
 @triton.jit
-def _take_amaxes_of_lines(
-    row_amax_ptr, col_amax_ptr, even, odd, line, stop, TILE: tl.constexpr
-):
+def _take_amaxes_of_lines(row_amax_ptr, col_amax_ptr, even, odd, line, count, TILE: tl.constexpr):
     even, odd = order(even), order(odd)
     if row_amax_ptr is not None:
-        lines = line + tl.arange(0, TILE.ROWS)
+        i = tl.arange(0, TILE.ROWS)
         of_rows = _interleaved_bits(largest_halves(larger_within_pairs(even, odd), 1))
-        tl.atomic_max(row_amax_ptr + lines, of_rows, mask=lines < stop, sem="relaxed")
+        tl.atomic_max(row_amax_ptr + line + i, of_rows, mask=i < count, sem="relaxed")
     of_columns = _interleaved_bits(largest_halves(larger_of_each_half(even, odd), 0))
     tl.atomic_max(col_amax_ptr + tl.arange(0, TILE.COLS), of_columns, sem="relaxed")
 
@@ -123,6 +121,14 @@ def _cast_lines(
     store_inverses(col_scale_inv_ptr, left_scale, right_scale, lines, False, CAST.POWER_OF_2)
 
 
+@triton.jit
+def _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, group, scale, mask, CAST: tl.constexpr):
+    scale_inv = inverse(scale, CAST.POWER_OF_2)
+    if row_scale_inv_ptr is not None:
+        tl.store(row_scale_inv_ptr + group, scale_inv, mask=mask)
+    tl.store(col_scale_inv_ptr + group, scale_inv, mask=mask)
+
+
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_group_lines_one_pass(
     x_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
@@ -131,14 +137,18 @@ def quantize_group_lines_one_pass(
 ):  # fmt: skip
     """Run ``quantize_grouped.amax_of_group_lines`` and ``quantize.cast_with_lines`` in one launch, in turn.
 
-    Where SIDE is "both", programs are of the tiles of gate, and have the one of up at the same place, too.
+    Where SIDE is "both" or "each", programs are of the tiles of gate, and have the one of up at the same place, too.
+    Up's columns follow gate's in one matrix, or are of a matrix of their own below gate's.
     """
-    BOTH: tl.constexpr = SIDE == "both"
+    EACH: tl.constexpr = SIDE == "each"
+    BOTH: tl.constexpr = (SIDE == "both") or EACH
     parts, down, col = _part(GATE_WIDTH if BOTH else N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
     source, at = At(line, col, M, N), At(strip * EDGE + down, col, M, N)
     col_amaxes, col_scales = col_amax_ptr + group * N + col, col_scale_inv_ptr + group * N + col
+    # From gate's amaxes and scales of columns to up's, and from its codes and lines.
+    to_up = COUNT * N if EACH else GATE_WIDTH
     if casts:
         if group >= COUNT:
             store_zero_columns(col_ptr, at, TILE)
@@ -161,9 +171,15 @@ def quantize_group_lines_one_pass(
                 even, odd, stop, source, at, is_first, CAST, TILE,
             )  # fmt: skip
             if BOTH:
+                if not EACH:
+                    source = moved(source, 0, GATE_WIDTH)
+                elif row_ptr is not None:
+                    row_amax_ptr += LINES
+                    row_ptr += LINES.to(tl.int64) * N
+                    row_scale_inv_ptr += LINES
                 _cast_lines(
-                    row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amaxes + GATE_WIDTH, col_ptr, col_scales + GATE_WIDTH,
-                    even_up, odd_up, stop, moved(source, 0, GATE_WIDTH), moved(at, 0, GATE_WIDTH), is_first, CAST, TILE,
+                    row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amaxes + to_up, col_ptr, col_scales + to_up,
+                    even_up, odd_up, stop, source, moved(at, 0, GATE_WIDTH), is_first, CAST, TILE,
                 )  # fmt: skip
     else:
         j = tl.arange(0, TILE.COLS)
@@ -172,12 +188,17 @@ def quantize_group_lines_one_pass(
                 even, odd, even_up, odd_up = load_gradients(
                     x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, False, TILE, "evict_last"
                 )
-                _take_amaxes_of_lines(row_amax_ptr, col_amaxes + GATE_WIDTH, even_up, odd_up, line, stop, TILE)
+                of_lines = line
+                if EACH:
+                    of_lines += LINES
+                _take_amaxes_of_lines(
+                    row_amax_ptr, col_amaxes + to_up, even_up, odd_up, of_lines, stop - line, TILE
+                )
             else:
                 even, odd = load_source(
                     x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_last"
                 )  # fmt: skip
-            _take_amaxes_of_lines(row_amax_ptr, col_amaxes, even, odd, line, stop, TILE)
+            _take_amaxes_of_lines(row_amax_ptr, col_amaxes, even, odd, line, stop - line, TILE)
             _mark_done(done_ptr + group)
         # Empty groups have no strips: their scales, which a GEMM reads, are 1.
         for one in range(strip, COUNT, TURNS):
@@ -185,7 +206,7 @@ def quantize_group_lines_one_pass(
                 ones = tl.full((TILE.COLS,), 1.0, tl.float32)
                 tl.store(col_scale_inv_ptr + one * N + col + j, ones)
                 if BOTH:
-                    tl.store(col_scale_inv_ptr + one * N + col + GATE_WIDTH + j, ones)
+                    tl.store(col_scale_inv_ptr + one * N + col + to_up + j, ones)
 
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
@@ -198,7 +219,8 @@ def quantize_groups_one_pass(
 
     For SIDE see ``quantize_group_lines_one_pass``.
     """
-    BOTH: tl.constexpr = SIDE == "both"
+    EACH: tl.constexpr = SIDE == "each"
+    BOTH: tl.constexpr = (SIDE == "both") or EACH
     parts, down, col = _part(GATE_WIDTH if BOTH else N, EDGE, TILE)
     strip, casts, line, stop, group, first, count = load_turn(turns_ptr, tl.program_id(0) // parts)
     line += down
@@ -220,23 +242,32 @@ def quantize_groups_one_pass(
             _wait(done_ptr + group, count * parts)
             scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
             store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, stop, source, at, CAST, False, TILE)
+            is_first = (strip == first) & (down == 0) & (col == 0)
+            _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, group, scale, is_first, CAST)
             if BOTH:
-                source, at = moved(source, 0, GATE_WIDTH), moved(at, 0, GATE_WIDTH)
+                at = moved(at, 0, GATE_WIDTH)
+                if EACH:
+                    scale = scale_from_amax(_amax(amax_ptr + COUNT + group, True), CAST)
+                    _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, COUNT + group, scale, is_first, CAST)
+                    if row_ptr is not None:
+                        row_ptr += LINES.to(tl.int64) * N
+                else:
+                    source = moved(source, 0, GATE_WIDTH)
                 store_pairs_with_one(
                     row_ptr, col_ptr, even_up, odd_up, scale, stop, source, at, CAST, False, TILE
                 )
-            is_first = (strip == first) & (down == 0) & (col == 0)
-            scale_inv = inverse(scale, CAST.POWER_OF_2)
-            if row_ptr is not None:
-                tl.store(row_scale_inv_ptr + group, scale_inv, mask=is_first)
-            tl.store(col_scale_inv_ptr + group, scale_inv, mask=is_first)
     else:
         if group < COUNT:
             if BOTH:
                 even, odd, even_up, odd_up = load_gradients(
                     x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, False, TILE, "evict_last"
                 )
-                even, odd = larger_of_each_half(order(even), order(even_up)), larger_of_each_half(order(odd), order(odd_up))
+                even, odd, even_up, odd_up = order(even), order(odd), order(even_up), order(odd_up)
+                if EACH:
+                    bits = amax_bits_at(largest_half_of_tile(even_up, odd_up))
+                    tl.atomic_max(amax_ptr + COUNT + group, bits, sem="relaxed")
+                else:
+                    even, odd = larger_of_each_half(even, even_up), larger_of_each_half(odd, odd_up)
             else:
                 even, odd = load_source(
                     x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_last"
@@ -247,9 +278,10 @@ def quantize_groups_one_pass(
             _mark_done(done_ptr + group)
         for one in range(strip, COUNT, TURNS):
             is_empty = (down == 0) & (col == 0) & _is_empty(ends_ptr, one, LINES)
-            if row_ptr is not None:
-                tl.store(row_scale_inv_ptr + one, 1.0, mask=is_empty)
-            tl.store(col_scale_inv_ptr + one, 1.0, mask=is_empty)
+            unit = tl.full((), 1.0, tl.float32)
+            _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, one, unit, is_empty, CAST)
+            if EACH:
+                _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, COUNT + one, unit, is_empty, CAST)
 
 
 @triton.jit

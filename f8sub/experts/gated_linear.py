@@ -29,6 +29,7 @@ from f8sub.kernels.grouped.gated import BOTH, EACH, GATE, UP, Gated
 from f8sub.kernels.grouped.gemm import is_one_by_one
 from f8sub.kernels.grouped.operands import Groups, Tokens, unstacked
 from f8sub.kernels.quantize import quantize, quantize_gated
+from f8sub.linear import autocast
 from f8sub.linear.shared_input import cast_or_share
 from f8sub.recipe import Recipe
 from f8sub.torch_compat import apply
@@ -68,7 +69,7 @@ class GatedMatmul(torch.autograd.Function):
         y = product_of_rows(present(h), down, groups, calls.down)
         saved = [() if kept is None else tensors_of(kept) for kept in (kept_x, kept_h)]
         ctx.save_for_backward(ends, down, *inputs, *results, *saved[0], *saved[1])
-        ctx.calls, ctx.rows, ctx.saved_of_x = calls, len(x), len(saved[0])
+        ctx.calls, ctx.rows, ctx.dtype, ctx.saved_of_x = calls, len(x), x.dtype, len(saved[0])
         return y
 
     @staticmethod
@@ -101,7 +102,13 @@ class GatedMatmul(torch.autograd.Function):
         dinputs: list[torch.Tensor | None] = []
         for w, call, (a, left), needs_dw in zip(inputs, calls.inputs, codes, needs_inputs, strict=True):
             if needs_dx:
-                dx = gradient_of_rows(present(a), w, groups, call, present(dh), dx)
+                if dx is not None and dx.dtype != ctx.dtype:
+                    # autograd adds the gradients of one tensor in its dtype.
+                    dx = dx.to(ctx.dtype) + gradient_of_rows(present(a), w, groups, call, present(dh)).to(
+                        ctx.dtype
+                    )
+                else:
+                    dx = gradient_of_rows(present(a), w, groups, call, present(dh), dx)
             dw = gradient_of_weights(present(left), saved_x, w, groups, call) if needs_dw else None
             dinputs.append(None if dw is None else _as_stored(dw, call))
         return dx, None, None, ddown, *dinputs
@@ -205,8 +212,11 @@ def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weigh
     if found is None:
         results = [grouped_linear(x, w, offs, recipe, **how) for w in inputs]
         return grouped_linear(act(*_halves(results)), down, offs, recipe, **how)
-    own, calls, groups = found
-    y: torch.Tensor = apply(GatedMatmul, x, groups.ends, calls, own[-1], *own[:-1])
+    made, calls = found
+    weights = [each.weight for each in made]
+    y: torch.Tensor = apply(GatedMatmul, x, made[0].groups.ends, calls, weights[-1], *weights[:-1])
+    if autocast.was_entered and made[-1].module is not None:
+        autocast.remember(made[-1].module, calls.down.plan, y)
     return y
 
 
@@ -217,8 +227,8 @@ def _calls(
     offs: torch.Tensor,
     recipe: Recipe | str | None,
     how: dict[str, Any],
-) -> tuple[list[torch.Tensor], GatedCall, Groups] | None:
-    """Return the weights as they are stored, down last, and their calls; None where SwiGLU is computed by itself."""
+) -> tuple[list[Prepared], GatedCall] | None:
+    """Return what is prepared, down last, and its calls; None where SwiGLU is computed by itself."""
     if any(isinstance(w, Adapted) for w in (*inputs, down)):
         return None
     made: list[Prepared] = []
@@ -234,7 +244,7 @@ def _calls(
     if not _is_gated(made[-1].call):
         return None
     calls = [present(each.call) for each in made]
-    return [each.weight for each in made], GatedCall(tuple(calls[:-1]), calls[-1]), made[0].groups
+    return made, GatedCall(tuple(calls[:-1]), calls[-1])
 
 
 def _is_gated(call: GroupedCall | None) -> bool:

@@ -495,7 +495,7 @@ def prepared(
 
 def is_watched() -> bool:
     """Return whether each product is looked at by itself, with its factors."""
-    return bool(_watchers) or autocast.was_entered
+    return bool(_watchers)
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: GroupedCall) -> torch.Tensor:

@@ -80,7 +80,8 @@ def register_experts(
         weights: names of its parameters that are (E, N, K), one matrix an expert, or one name; None for all of three
             dimensions.
         transposed: whether they are stored as (E, K, N) and handed to ``grouped_linear`` with ``transposed=True``.
-        forward: runs in place of the class's own, with the module as the first argument; None for its own.
+        forward: runs in place of the class's own, with the module as the first argument, and not of one that a
+            subclass has; None for its own.
 
     Raises:
         Float8ConfigError: no class of modules.
@@ -95,7 +96,7 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     """The seam of a module; None where it is no module of experts that is known."""
     # What the user registered comes before what is known by its attributes.
     for cls in type(module).__mro__:
-        if cls in _registered:
+        if cls in _registered and not _replaces_another(type(module), cls):
             return _registered[cls]
     stacked = bool(_stacked(module))
     if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
@@ -105,6 +106,13 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     if stacked and callable(getattr(module, "_grouped_mm", None)):
         return Seam()
     return None
+
+
+def _replaces_another(kind: type[Any], cls: type[Any]) -> bool:
+    """Return whether what runs in place of the forward of ``cls`` would run in place of a subclass's own."""
+    between = kind.__mro__[: kind.__mro__.index(cls)]
+    has_own = any("forward" in vars(each) for each in between if issubclass(each, cls))
+    return has_own and _registered[cls].forward is not None
 
 
 def _is_stack(parameter: torch.Tensor) -> bool:
@@ -164,10 +172,14 @@ def _is_swiglu(module: Any) -> bool:
     return (
         module.has_gate
         and not module.has_bias
-        and type(act) is torch.nn.SiLU
+        and f"{type(act).__module__}.{type(act).__name__}" in _SILU
         and not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
         and getattr(gate, "__qualname__", "") == "_default_apply_gate"
     )
+
+
+_SILU = "torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"
+"""The classes of SiLU that transformers' configs name."""
 
 
 def _by_product(module: Any, x: torch.Tensor, ends: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

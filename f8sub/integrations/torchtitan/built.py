@@ -12,6 +12,7 @@ from torchtitan.protocols.module import Module, ModuleList
 
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
+from f8sub.integrations.torchtitan.experts import register_grouped_experts
 from f8sub.integrations.torchtitan.hooks import attach
 from f8sub.integrations.torchtitan.options import Options, convert, tokens_of
 from f8sub.linear.float8_linear import Float8Linear
@@ -91,6 +92,7 @@ def then(
 
 
 def _converted(model: Any, options: Options, tokens: int | None) -> Any:
+    register_grouped_experts()
     convert(model, options, _convertible(model), tokens)
     for module in model.modules():
         cls: Any = type(module)

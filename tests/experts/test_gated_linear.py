@@ -1,0 +1,276 @@
+"""grouped_swiglu is three calls of grouped_linear with PyTorch's SwiGLU between them, bit for bit on a CPU."""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import f8sub
+from f8sub.experts import grouped_linear as calls
+from tests.data_sets import gaussian, generator
+from tests.experts.models import experts_of, of_transformers
+from tests.experts.test_conversion import registered  # noqa: F401
+from tests.selection import long_but
+
+EXPERTS, WIDTH, HIDDEN, TAIL = 4, 64, 96, 3
+COUNTS = [9, 0, 20, 3]
+ENDS = torch.tensor(COUNTS).cumsum(0)
+RECIPES = ("tensorwise", "rowwise", "blockwise", "gridquant", "mxfp8", "rowwise_with_gw_hp", "nvfp4")
+FUSED = RECIPES[:5]
+"""All of whose products read codes, by groups."""
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def given(*, together: bool, transposed: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """x, then gate and up together or each, then down; rows of no expert are NaN."""
+    rng = generator(3)
+    x = gaussian((sum(COUNTS) + TAIL, WIDTH), rng)
+    x[-TAIL:] = torch.nan
+    shapes = [(2 * HIDDEN, WIDTH)] if together else [(HIDDEN, WIDTH)] * 2
+    weights = [gaussian((EXPERTS, *shape), rng) / 8 for shape in (*shapes, (WIDTH, HIDDEN))]
+    if transposed:
+        weights = [w.transpose(1, 2).contiguous() for w in weights]
+    return tuple(tensor.to(dtype).requires_grad_() for tensor in (x, *weights))
+
+
+def at_once(x: torch.Tensor, *weights: torch.Tensor, **how) -> torch.Tensor:
+    gate, up = weights[0], weights[1] if len(weights) == 3 else None
+    return f8sub.grouped_swiglu(x, gate, up, weights[-1], ENDS, **how)
+
+
+def by_product(x: torch.Tensor, *weights: torch.Tensor, **how) -> torch.Tensor:
+    found = [f8sub.grouped_linear(x, w, ENDS, **how) for w in weights[:-1]]
+    gate, up = found if len(found) == 2 else found[0].chunk(2, 1)
+    return f8sub.grouped_linear(F.silu(gate) * up, weights[-1], ENDS, **how)
+
+
+def ran(call: Callable[..., torch.Tensor], tensors: Tensors, **how) -> list[torch.Tensor]:
+    """y, and the gradients of all that need one."""
+    y = call(*tensors, **how)
+    dy = gaussian(tuple(y.shape), generator(4)).to(y.dtype)
+    needed = [tensor for tensor in tensors if tensor.requires_grad]
+    return [y.detach(), *(torch.autograd.grad(y, needed, dy) if needed else ())]
+
+
+def assert_same(tensors: Tensors, **how) -> None:
+    found, right = ran(at_once, tensors, **how), ran(by_product, tensors, **how)
+    assert len(found) == len(right)
+    assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("recipe", long_but(["tensorwise", "blockwise", "rowwise_with_gw_hp"], RECIPES))
+def test_it_is_three_products(recipe, together, transposed):
+    tensors = given(together=together, transposed=transposed)
+    assert_same(tensors, recipe=recipe, transposed=transposed)
+    y = at_once(*tensors, recipe=recipe, transposed=transposed)
+    assert (y.grad_fn.name() == "GatedMatmulBackward") == (recipe in FUSED)
+    assert not y[-TAIL:].any()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_it_is_the_layer_of_float64_but_for_rounding(together):
+    """Against SwiGLU of exact products; a Float8Linear's own error is 28 dB."""
+    tensors = given(together=together)
+    found = ran(at_once, tensors, recipe="rowwise")
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    rows = [slice(int(end) - count, int(end)) for end, count in zip(ENDS, COUNTS, strict=True)]
+    x, *inputs, down = exact
+
+    def of_expert(index: int) -> torch.Tensor:
+        both = x[rows[index]] @ torch.cat([w[index] for w in inputs]).t()
+        gate, up = both.chunk(2, 1)
+        return (gate * torch.sigmoid(gate) * up) @ down[index].t()
+
+    y = torch.cat([of_expert(index) for index in range(EXPERTS)])
+    dy = gaussian((sum(COUNTS) + TAIL, WIDTH), generator(4)).bfloat16().double()[:-TAIL]
+    right = [y.detach(), *torch.autograd.grad(y, exact, dy)]
+    for got, wanted in zip(found, right, strict=True):
+        # Of x the rows of no expert take no part.
+        got = got.double()[: len(y)] if got.shape[0] == len(y) + TAIL else got.double()
+        wanted = wanted[: len(y)] if wanted.shape[0] == len(y) + TAIL else wanted
+        assert (got - wanted).norm() < 10 ** (-22 / 20) * wanted.norm()
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (1, 2), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3)])
+def test_what_needs_no_gradient_gets_none_and_changes_no_other(frozen):
+    """Of x, gate, up and down; nothing of a product is saved for a weight that does not train."""
+    tensors = given(together=False)
+    for index in frozen:
+        tensors[index].requires_grad_(False)
+    assert_same(tensors, recipe="tensorwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(dtype):
+    assert_same(given(together=True, dtype=dtype), recipe="rowwise")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(given(together=False, dtype=dtype), recipe="tensorwise")
+
+
+def test_without_a_recipe_it_is_in_high_precision():
+    assert_same(given(together=True))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_it_saves_no_more_than_codes_and_the_results_of_gate_and_up(together):
+    """Between products PyTorch saves what SiLU and the multiplication read; here backward computes it again."""
+    saved: dict[str, int] = {}
+    for call in (at_once, by_product):
+        seen: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        tensors = given(together=together)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = call(*tensors, recipe="tensorwise")
+        saved[call.__name__] = sum(seen.values())
+        del y
+    rows = sum(COUNTS) + TAIL
+    # SiLU's result, in bf16; by one weight gate and up are views of what is saved in both.
+    assert saved["by_product"] - saved["at_once"] >= 2 * rows * HIDDEN
+
+
+def test_a_repeated_forward_is_the_first_one():
+    tensors = given(together=True)
+
+    def checkpointed(*given: torch.Tensor, **how) -> torch.Tensor:
+        return checkpoint(lambda *args: at_once(*args, **how), *given, use_reentrant=False)
+
+    found, right = ran(checkpointed, tensors, recipe="rowwise"), ran(at_once, tensors, recipe="rowwise")
+    assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("recipe", long_but(["tensorwise", "blockwise"], FUSED))
+def test_compiled_it_is_one_graph_without_swiglu(recipe, together):
+    """SwiGLU is inside of the casts, which are nodes; both gradients with scales of groups are cast by one."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    tensors = given(together=together)
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+    found = ran(torch.compile(at_once, backend=backend, fullgraph=True), tensors, recipe=recipe)
+    # On a CPU sums depend on strides, which compiled code has others of.
+    right = ran(torch.compile(by_product, backend="aot_eager", fullgraph=True), tensors, recipe=recipe)
+    assert all(map(torch.equal, found, right))
+    one_launch = together or recipe in ("tensorwise", "rowwise")
+    assert seen.count("f8sub.quantize_gated.default") == (2 if one_launch else 3)
+    assert not any("silu" in name or "sigmoid" in name for name in seen)
+
+
+def test_rows_of_gate_and_up_together_are_even():
+    x, _, down = given(together=True)
+    odd = torch.zeros(EXPERTS, 2 * HIDDEN + 1, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(f8sub.Float8ShapeError, match="one weight of gate and up together"):
+        f8sub.grouped_swiglu(x, odd, None, down, ENDS)
+
+
+class Experts(nn.Module):
+    """A user's: gate and up in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, *weights = given(together=True)
+        self.gate_up, self.down = map(nn.Parameter, weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_swiglu(x, self.gate_up, None, self.down, ENDS)
+
+
+@pytest.fixture
+def experts(registered: None) -> Iterator[nn.Module]:  # noqa: F811
+    """Converted ones."""
+    f8sub.register_experts(Experts)
+    yield f8sub.convert_to_float8(nn.Sequential(Experts()), experts=True)[0]
+    gc.collect()
+
+
+def test_a_module_has_its_recipe_and_is_watched_product_by_product(experts):
+    """What looks at products sees each with its factors: the bits are the same."""
+    x = given(together=True)[0]
+    y = experts(x)
+    assert y.grad_fn.name() == "GatedMatmulBackward"
+    assert torch.equal(y, at_once(x, experts.gate_up, experts.down, recipe="tensorwise"))
+    seen: list[calls.Multiplied] = []
+    with calls.watching(lambda owner, made: seen.append(made)):
+        assert torch.equal(experts(x), y)
+    assert [made.y.shape[1] for made in seen] == [2 * HIDDEN, WIDTH]
+    with f8sub.autocast(enabled=False):
+        plain = experts(x)
+    assert experts(x).grad_fn.name() == "GatedMatmulBackward"
+    assert torch.equal(plain, at_once(x, experts.gate_up.detach(), experts.down.detach()))
+
+
+def test_delayed_scaling_takes_each_product(registered):  # noqa: F811
+    f8sub.register_experts(Experts)
+    experts = f8sub.convert_to_float8(nn.Sequential(Experts()), "delayed", experts=True)[0]
+    x = given(together=True)[0]
+    experts(x[:-TAIL]).sum().backward()
+    f8sub.precompute_scales(experts)
+    states = *experts.gate_up_scaling_states, *experts.down_scaling_states
+    assert all(state.scale.any() for state in states)
+
+
+@pytest.mark.parametrize("change", ["none", "hook", "activation", "gate"])
+def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change):
+    model = of_transformers("qwen3_moe")
+    plain = experts_of(model)[0]
+    if change == "hook":
+        plain.act_fn.register_forward_hook(lambda module, args, y: y * 2)
+    elif change == "activation":
+        plain.act_fn = nn.GELU()
+    elif change == "gate":
+        plain.__class__ = type(
+            "Gated", (type(plain),), {"_apply_gate": lambda self, both: both.chunk(2, -1)[0]}
+        )
+    model = f8sub.convert_to_float8(model, experts=True)
+    found = experts_of(model)[0]
+    names: set[str] = set()
+    x = gaussian((8, 32), generator(1)).bfloat16().requires_grad_()
+    chosen = torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5).bfloat16()
+    node = [found(x, *chosen).grad_fn]
+    while node:
+        last = node.pop()
+        names.add(last.name())
+        node += [before for before, _ in last.next_functions if before is not None]
+    assert ("GatedMatmulBackward" in names) == (change == "none")
+    assert ("GroupedMatmulBackward" in names) == (change != "none")
+
+
+class Doubled(Experts):
+    """A subclass with a forward of its own, which no forward of the class it extends replaces."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * f8sub.grouped_swiglu(x, self.gate_up, None, self.down, ENDS)
+
+
+def test_a_forward_that_is_registered_replaces_no_subclass_own(registered):  # noqa: F811
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return 3 * f8sub.grouped_swiglu(x, module.gate_up, None, module.down, ENDS)
+
+    class Alike(Experts):
+        pass
+
+    f8sub.register_experts(Experts, forward=forward)
+    f8sub.register_experts(Doubled)
+    x = given(together=True)[0].detach()[:-TAIL]
+    y = at_once(x, Experts().gate_up, Experts().down, recipe="tensorwise")
+    for cls, factor in ((Experts, 3), (Alike, 3), (Doubled, 2)):
+        model = f8sub.convert_to_float8(nn.Sequential(copy.deepcopy(cls())), experts=True)
+        assert torch.equal(model(x), factor * y)

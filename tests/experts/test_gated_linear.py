@@ -218,13 +218,25 @@ def test_a_module_has_its_recipe_and_is_watched_product_by_product(experts):
 
 
 def test_delayed_scaling_takes_each_product(registered):  # noqa: F811
-    f8sub.register_experts(Experts)
-    experts = f8sub.convert_to_float8(nn.Sequential(Experts()), "delayed", experts=True)[0]
-    x = given(together=True)[0]
-    experts(x[:-TAIL]).sum().backward()
-    f8sub.precompute_scales(experts)
-    states = *experts.gate_up_scaling_states, *experts.down_scaling_states
-    assert all(state.scale.any() for state in states)
+    """With a past of each weight, which two steps compute the scales of."""
+
+    class ByProduct(Experts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return by_product(x, self.gate_up, self.down)
+
+    found = []
+    for cls in (Experts, ByProduct):
+        f8sub.register_experts(cls)
+        experts = f8sub.convert_to_float8(nn.Sequential(cls()), "delayed", experts=True)[0]
+        optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+        for _ in range(2):
+            experts(given(together=True)[0][:-TAIL]).sum().backward()
+            optimizer.step()
+            f8sub.precompute_scales(experts)
+        states = *experts.gate_up_scaling_states, *experts.down_scaling_states
+        found.append([state.scale for state in states])
+    assert all(scale.any() for scale in found[0])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("change", ["none", "hook", "activation", "gate"])

@@ -37,8 +37,7 @@ from f8sub.errors import (
 )
 from f8sub.estimator.estimate import estimate, estimate_step
 from f8sub.estimator.results import Estimate, StepEstimate
-from f8sub.experts.gated_linear import grouped_swiglu
-from f8sub.experts.grouped_linear import grouped_linear
+from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu
 from f8sub.experts.seams import register_experts
 from f8sub.experts.token_dispatch import dispatch_tokens_in_float8, exchange_tokens
 from f8sub.formats import ALL, Float8Format, Operand, Rounding, ScaleRule, Tile

@@ -8,8 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.gated_linear import grouped_swiglu
-from f8sub.experts.grouped_linear import grouped_linear, local_part
+from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_part
 from f8sub.weights.weight import MADE_OF, own_parameter
 
 AUTO_EXPERTS = "auto"
@@ -167,7 +166,7 @@ def routed(
 
 def _is_swiglu(module: Any) -> bool:
     """Return whether experts of transformers have its own gate, with SiLU, and nothing looks at what is between."""
-    act = getattr(module, "act_fn", None)
+    act: Any = getattr(module, "act_fn", None)
     gate = getattr(type(module), "_apply_gate", None)
     return (
         module.has_gate

@@ -13,9 +13,9 @@ from f8sub.capture import is_capturing
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, Tile, present, share_scale
 from f8sub.kernels import reference
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
+    Gated,
     Groups,
     Tokens,
     aligned_rows,

@@ -27,9 +27,9 @@ from f8sub.kernels.graph_ops import (
     policies,
 )
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gated import Gated
 from f8sub.kernels.grouped.operands import (
     ExpertWeights,
+    Gated,
     Groups,
     Tokens,
     aligned_rows,

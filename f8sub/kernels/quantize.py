@@ -17,8 +17,7 @@ import torch
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import cuda, ops, reference
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gated import Gated
-from f8sub.kernels.grouped.operands import ExpertWeights, Groups, QuantizedTokens, quantize_with_prior
+from f8sub.kernels.grouped.operands import ExpertWeights, Gated, Groups, QuantizedTokens, quantize_with_prior
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, PriorScale, ScaleSource, largest_scale, smallest_scale
 from f8sub.torch_compat import no_dispatch_modes

@@ -411,6 +411,13 @@ def grouped_linear():
     assert y.shape == (10, 16)
 
 
+def grouped_swiglu():
+    x, gate_up, down = torch.randn(10, 32), torch.randn(3, 2 * 16, 32), torch.randn(3, 32, 16)
+    ends = torch.tensor([4, 4, 10])  # four tokens, none, six
+    y = f8sub.grouped_swiglu(x, gate_up, None, down, ends, "rowwise")
+    assert y.shape == (10, 32)
+
+
 def quantize():
     x = torch.randn(256, 512)
     quantized = f8sub.quantize(x, "blockwise", operand="x")

@@ -5,11 +5,14 @@ import torch
 
 import f8sub
 from f8sub.experts.adapters import Adapted, Added
+from f8sub.kernels import cuda
 from f8sub.kernels.gemm.select import Plan
-from f8sub.kernels.grouped.operands import Groups
+from f8sub.kernels.grouped import operands
+from f8sub.kernels.grouped.operands import EACH, Groups
 from f8sub.kernels.quantize import quantize
 from tests.data_sets import DTYPES, gaussian, generator
 from tests.experts.ranks import test_exchange
+from tests.kernels import test_gated as swiglu
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
 
@@ -98,6 +101,70 @@ def test_a_step_is_captured_in_a_graph():
         torch.cuda.synchronize()
         for a, b in zip(captured, step(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("side", swiglu.SIDES)
+@pytest.mark.parametrize("name", swiglu.KERNELS)
+def test_swiglu_in_the_cast_has_the_codes_of_torchs(name, side):
+    """But where an exponential's last bit rounds to the next bfloat16, and that to the next code."""
+    if side == EACH and name not in ("tensorwise", "tensorwise-e5m2", "rowwise"):
+        pytest.skip("two matrices at once have scales of groups")
+    groups, format = casts.on("cuda", casts.groups_of([1000, 0, 37, 5000])), casts.GROUP_FORMATS[name]
+    source = swiglu.gated(groups, side, "cuda", together=side != EACH)
+    found = cuda.quantize_gated(source, groups, format, format, 128)
+    right = operands.quantize_gated(source, groups, format, format, 128)
+    rows = int(groups.ends[-1])
+    for codes, wanted in zip(found, right, strict=True):
+        a, b = (one.data.view(torch.uint8) for one in (codes, wanted))
+        if not codes.contracted and wanted.groups is groups:
+            a, b = (part.unflatten(0, (-1, groups.rows))[:, :rows] for part in (a, b))
+        assert (a == b).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant"])
+def test_a_feed_forward_layer_is_three_products(recipe, together):
+    """Of tokens whose casts compute SwiGLU; launched, in a graph, and compiled."""
+    runs(recipe, "auto")
+    width, hidden, counts = 512, 256, [300, 0, 37, 700]
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    rng = generator(3)
+    shapes = [(2 * hidden, width)] if together else [(hidden, width)] * 2
+    x, dy = (gaussian((sum(counts) + TAIL, width), rng).bfloat16().to(DEVICE) for _ in range(2))
+    weights = [
+        (gaussian((len(counts), *shape), rng) / 16).bfloat16().to(DEVICE)
+        for shape in (*shapes, (width, hidden))
+    ]
+    given = [tensor.requires_grad_() for tensor in (x, *weights)]
+
+    def at_once(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        up = None if together else weights[1]
+        return f8sub.grouped_swiglu(x, weights[0], up, weights[-1], ends, recipe)
+
+    def by_product(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        made = [f8sub.grouped_linear(x, w, ends, recipe) for w in weights[:-1]]
+        gate, up = made if len(made) == 2 else made[0].chunk(2, 1)
+        return f8sub.grouped_linear(torch.nn.functional.silu(gate) * up, weights[-1], ends, recipe)
+
+    def step(call) -> list[torch.Tensor]:
+        y = call(*given)
+        return [y.detach(), *torch.autograd.grad(y, given, dy)]
+
+    right, launched = step(by_product), step(at_once)
+    for a, b in zip(launched, right, strict=True):
+        assert (a.float() - b.float()).norm() <= 4e-3 * b.float().norm()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(at_once)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(at_once)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, launched))
+    for a, b in zip(step(torch.compile(at_once, fullgraph=True)), launched, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("kind", casts.COUNTS)

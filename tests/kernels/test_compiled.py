@@ -26,6 +26,36 @@ def test_every_kernel():
 
 
 @pytest.mark.long
+def test_casts_that_compute_swiglu():
+    """Wide loads, of all that is read; few registers are spilled, and none where one scale is of all that is cast."""
+    import re
+
+    import torch
+
+    from f8sub.kernels import cuda
+    from f8sub.kernels.grouped.operands import BOTH, EACH, GATE, RESULT, UP, Gated
+    from scripts.bench.formats import FORMATS
+    from tests.kernels.compiled import compiler
+
+    gate, up = torch.empty(8192, 2 * 768, dtype=torch.bfloat16, device="meta").chunk(2, 1)
+    ends = torch.empty(128, dtype=torch.int32, device="meta")
+    reads = {RESULT: 2, UP: 2, GATE: 3, BOTH: 3, EACH: 3}
+    for name in ("tensorwise", "rowwise", "1x128", "256x256 e5m2"):
+        for side in reads if name in ("tensorwise", "rowwise") else (RESULT, BOTH):
+            dh = None if side == RESULT else torch.empty(8192, 768, dtype=torch.bfloat16, device="meta")
+            gated = Gated(gate, up, dh, side)
+            launch = cuda.token_launches(
+                gated.empty(), ends, FORMATS[name], FORMATS[name], 256, gated
+            ).launches[1]
+            sass, _ = compiler.disassembled(compiler.compiled(launch).asm["cubin"])
+            spilled = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+            assert spilled <= (0 if name == "tensorwise" and side != EACH else 60), (name, side, spilled)
+            tile = launch.arguments["TILE"]
+            wide = reads[side] * tile.ROWS * tile.COLS * 2 // (16 * 32 * launch.options["num_warps"])
+            assert len(re.findall(r"\bLDG\S*\.128\b", sass)) >= wide, (name, side)
+
+
+@pytest.mark.long
 def test_copies_of_gradients():
     """Wide accesses alone: 4096 elements by 256 threads are 2 loads of 16 bytes each in bfloat16, 4 in float32."""
     import re

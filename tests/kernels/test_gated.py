@@ -7,7 +7,7 @@ import torch
 
 from f8sub.kernels import cuda
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.gated import BOTH, EACH, GATE, RESULT, UP, Gated
+from f8sub.kernels.grouped.operands import BOTH, EACH, GATE, RESULT, UP, Gated
 from tests.data_sets import make
 from tests.kernels.interpreted import interpreted, launched
 from tests.kernels.products import assert_same_bytes
@@ -48,6 +48,7 @@ SHORT = [
     ("rowwise", GATE),
     ("1x128", BOTH),
     ("rowwise", EACH),
+    ("tensorwise", EACH),
 ]
 MORE = [
     *CASES,

@@ -9,7 +9,7 @@ from f8sub import ALL, Float8Format, Operand, Tile
 from f8sub.kernels.gemm.tuning import GroupedConfig, Rows, default_grouped_config
 from f8sub.kernels.grouped import gemm
 from tests.budgets import excess
-from tests.data_sets import DTYPES
+from tests.data_sets import DTYPES, gaussian, generator
 from tests.kernels.grouped import GROUPS, PAIRS, ByRows, OverRows
 from tests.kernels.interpreted import interpreted, needs_triton
 from tests.kernels.products import E4M3, MX, ROW
@@ -94,6 +94,20 @@ def test_fast_accumulation(interpreter, pair):
     """Where scales are of blocks it has no effect."""
     for check in (check_rows, check_sums):
         interpreter(partial(check, fast=True), pair, GROUPS["ragged"], SHAPES["whole"])
+
+
+@interpreted
+def test_a_matrix_is_added_to_rounded_sums():
+    """As PyTorch adds two gradients in bfloat16: rows past the last group stay zero, for the matrix has zeros there."""
+    from f8sub.kernels.triton.gemm_launch import product_by_rows
+
+    for pair in ("tensorwise e5m2", "1x128 x 128x128"):
+        case = ByRows(PAIRS[pair], GROUPS["ragged"], *SHAPES["ragged"])
+        operands, how = case.operands(), (torch.bfloat16, False, config(), 5)
+        plain = ran(*product_by_rows(*operands, *how)).clone()
+        added = gaussian(tuple(plain.shape), generator(8)).bfloat16()
+        added[sum(case.counts) :] = 0
+        assert torch.equal(ran(*product_by_rows(*operands, *how, added)), plain + added)
 
 
 MANY = {"257": [1] * 257, "300 empty": [0] * 300, "20 empty": [3, 0] * 20}

@@ -1,4 +1,4 @@
-"""Experts of torchtitan 0.3, whose SwiGLU is computed where its result is cast.
+"""Experts of torchtitan 0.3 as one layer, whose SwiGLU is computed where its result is cast.
 
 Their class multiplies by a method that a float8 class has, so they convert without this. What lies between two calls of
 it is torchtitan's code.
@@ -7,32 +7,36 @@ it is torchtitan's code.
 from typing import Any
 
 import torch
-from torchtitan.models.common import moe
 
-from f8sub.experts.gated_linear import grouped_swiglu
-from f8sub.experts.seams import register_experts
+import f8sub
 
 KNOWN = frozenset({
     "isinstance", "w1_EFD", "DTensor", "to_local", "w2_EDF", "w3_EFD", "torch", "cumsum", "int32", "get_spmd_backend",
     "spmd", "is_type_checking", "spmd_mesh_size", "mutate_type", "P", "V", "F", "silu", "_grouped_mm", "bfloat16",
     "transpose", "type_as",
 })  # fmt: skip
-"""The names in the code of ``GroupedExperts.forward`` of torchtitan 0.3.0, which ``_forward`` computes."""
+"""The names in the code of ``GroupedExperts.forward`` of torchtitan 0.3.0, which is replaced."""
 
 
 def register_grouped_experts() -> None:
     """Have ``GroupedExperts`` of the torchtitan that is installed run as one layer, if its forward is the known one."""
-    forward = getattr(getattr(moe, "GroupedExperts", None), "forward", None)
-    code = getattr(forward, "__code__", None)
-    if code is not None and frozenset(code.co_names) == KNOWN:
-        register_experts(moe.GroupedExperts, weights=("w1_EFD", "w2_EDF", "w3_EFD"), forward=_forward)
+    try:
+        from torchtitan.models.common import moe
+    except ImportError:
+        return
+    cls = getattr(moe, "GroupedExperts", None)
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    if code is None or frozenset(code.co_names) != KNOWN:
+        return
 
+    def forward(module: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        if moe.get_spmd_backend() == "spmd_types" and moe.spmd.is_type_checking():
+            # Its checker knows each product.
+            found: torch.Tensor = moe.GroupedExperts.forward(module, x, num_tokens_per_expert)
+            return found
+        ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        # torchtitan multiplies in bfloat16, whatever the parameters are kept in.
+        y = f8sub.grouped_swiglu(x.bfloat16(), module.w1_EFD, module.w3_EFD, module.w2_EDF, ends)
+        return y.type_as(x)
 
-def _forward(module: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    if moe.get_spmd_backend() == "spmd_types" and moe.spmd.is_type_checking():
-        # Its checker knows each product.
-        found: torch.Tensor = moe.GroupedExperts.forward(module, x, num_tokens_per_expert)
-        return found
-    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    # torchtitan multiplies in bfloat16, whatever the parameters are kept in.
-    return grouped_swiglu(x.bfloat16(), module.w1_EFD, module.w3_EFD, module.w2_EDF, ends).type_as(x)
+    f8sub.register_experts(moe.GroupedExperts, weights=("w1_EFD", "w2_EDF", "w3_EFD"), forward=forward)

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.gated_linear import grouped_swiglu, swiglu
+from f8sub.experts.grouped_linear import grouped_swiglu, swiglu
 from f8sub.experts.seams import register_experts
 from f8sub.integrations.torchtitan.hooks import FILE
 from f8sub.integrations.torchtitan.options import Options, convert, tokens_of

@@ -319,7 +319,7 @@ def load_source(
     x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
     SIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of what is cast as ``load_pairs``: of x, or with gate of ``grouped.gated.Gated``, with x as its dh.
+    """Load a tile of what is cast as ``load_pairs``: of x, or with gate of ``operands.Gated``, with x as its dh.
 
     Each operator's result is rounded, as PyTorch's are. The rows of gate and up have GATE_WIDTH columns and a stride of
     GATE_STRIDE.

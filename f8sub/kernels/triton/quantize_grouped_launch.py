@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.grouped.gated import BOTH, EACH, RESULT, Gated
+from f8sub.kernels.grouped.operands import BOTH, EACH, RESULT, Gated
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
@@ -67,11 +67,14 @@ GATED = 64, EDGE
 On an H200 those of 32 rows are a tenth to a quarter slower.
 """
 
-GATED_RESULT_REGISTERS, GATED_ONE_SCALE_REGISTERS, GATED_REGISTERS = 80, 96, 128
-"""Of a thread there: for SwiGLU's result; for its gradients with one scale a group; with more of them.
+GATED_REGISTERS = 128
+"""Of a thread that computes SwiGLU's gradients, with scales of lines or vectors; and its result with those of vectors.
 
-The last number is that of ``quantize_paired_vectors``, too, where it computes SwiGLU.
+On an H200 80 take twice as long for the gradients.
 """
+
+ONE_SCALE_REGISTERS = {RESULT: 80, EACH: 80}
+"""The same with one scale per group; 96 for other gradients."""
 
 GATED_SQUARE_COLS = 64
 """Columns of a square that 8 warps hold in registers where they compute SwiGLU."""
@@ -197,9 +200,9 @@ def _one_pass(filled: dict[str, Any], is_whole: bool) -> Launch:
     # Occupancy first: programs that wait for amaxes hold their registers.
     options = {**WARPS_4, "maxnreg": ONE_PASS_REGISTERS}
     if filled["gate_ptr"] is not None:
-        options["maxnreg"] = GATED_RESULT_REGISTERS
-        if filled["SIDE"] != RESULT:
-            options["maxnreg"] = GATED_REGISTERS if not is_whole else GATED_ONE_SCALE_REGISTERS
+        options["maxnreg"] = GATED_REGISTERS
+        if is_whole or filled["SIDE"] == RESULT:
+            options["maxnreg"] = ONE_SCALE_REGISTERS.get(filled["SIDE"], 96)
     return Launch(kernel, programs, {**filled, "TILE": shape_of(rows, cols, True)}, options)
 
 

@@ -171,12 +171,10 @@ def quantize_group_lines_one_pass(
                 even, odd, stop, source, at, is_first, CAST, TILE,
             )  # fmt: skip
             if BOTH:
-                if not EACH:
+                if EACH:
+                    source, stop = moved(source, LINES, 0), stop + LINES
+                else:
                     source = moved(source, 0, GATE_WIDTH)
-                elif row_ptr is not None:
-                    row_amax_ptr += LINES
-                    row_ptr += LINES.to(tl.int64) * N
-                    row_scale_inv_ptr += LINES
                 _cast_lines(
                     row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amaxes + to_up, col_ptr, col_scales + to_up,
                     even_up, odd_up, stop, source, moved(at, 0, GATE_WIDTH), is_first, CAST, TILE,
@@ -249,8 +247,7 @@ def quantize_groups_one_pass(
                 if EACH:
                     scale = scale_from_amax(_amax(amax_ptr + COUNT + group, True), CAST)
                     _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, COUNT + group, scale, is_first, CAST)
-                    if row_ptr is not None:
-                        row_ptr += LINES.to(tl.int64) * N
+                    source, stop = moved(source, LINES, 0), stop + LINES
                 else:
                     source = moved(source, 0, GATE_WIDTH)
                 store_pairs_with_one(

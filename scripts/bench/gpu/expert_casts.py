@@ -2,6 +2,10 @@
 
 Before a cast is timed it is compared with the specification, bitwise. Groups are balanced, or as Zipf's law has them:
 the i-th expert gets tokens in proportion to 1 / i.
+
+"SwiGLU" is that of gate and up in one matrix, compiled, and a cast of its result; "in the cast" one kernel does both.
+Their gradients are cast with the formats of dy. Each exponential is rounded as its kernel has it, so that a code may be
+its neighbour.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import torch
 from f8sub import Float8Format
 from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.operands import ExpertWeights, Groups
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts
+from f8sub.kernels.grouped.operands import BOTH, ExpertWeights, Gated, Groups
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts, quantize_gated
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -41,6 +45,12 @@ TINY = ["96x160x3"]
 WEIGHTS = [(16, 8192, 5120), (32, 2048, 7168), (128, 1536, 2048), (128, 2048, 768), (32, 2880, 2880)]
 TINY_WEIGHTS = [(3, 48, 160)]
 """Experts x N x K of the same, and of gpt-oss, whose rows 128 does not divide."""
+
+GATED = {"tensorwise": "tensorwise e5m2", "rowwise": "rowwise", "1x128": "1x128"}
+"""Formats of SwiGLU's result, and of its gradients."""
+
+SAME_CODES = 0.999
+"""The least share of codes that are the same where SwiGLU is computed in the cast."""
 
 OF_WEIGHTS = ("tensorwise", "rowwise", "128x128", "256x256")
 FORMATS = ("tensorwise", "rowwise", "1x128", "256x256")
@@ -157,6 +167,60 @@ def measure(shape: tuple[int, ...], kind: str, session: Session) -> dict[str, di
     return timed([(bench, sets) for bench in chosen], session)
 
 
+def swiglu(gate_up: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    """Return SwiGLU's result."""
+    return Gated(*gate_up.chunk(2, 1)).values()
+
+
+def gradients(gate_up: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of gate and up, side by side."""
+    return Gated(*gate_up.chunk(2, 1), dh, BOTH).values()
+
+
+def of_swiglu(shape: tuple[int, ...], kind: str, session: Session) -> dict[str, dict]:
+    """SwiGLU and its gradients, tokens x N, with casts of them, see ``timed``; bytes are by elements of its result."""
+    tokens, width, count = shape
+    device = session.device
+    torch.manual_seed(0)
+    counts = torch.tensor(counts_of(kind, tokens, count), device=device)
+    groups = Groups.of(counts.cumsum(0).to(torch.int32), tokens)
+    sets = [
+        tuple(torch.randn((tokens, n), device=device).bfloat16() for n in (2 * width, width))
+        for _ in range(SETS)
+    ]
+    chosen: list[tuple[Bench, list[Any]]] = [(Bench("copy", copy, 4.0), [dh for _, dh in sets])]
+    for name, of_gradients in GATED.items():
+        for what, made, format, size in (
+            ("SwiGLU", swiglu, formats.FORMATS[name], 6.0),
+            ("gradients", gradients, formats.FORMATS[of_gradients], 10.0),
+        ):
+            compiled = torch.compile(made, dynamic=False) if device.type == "cuda" else made
+
+            def apart(given: Any, compiled: Any = compiled, format: Float8Format = format) -> Any:
+                return quantize(compiled(*given), format, format, groups=groups, multiple=MULTIPLE)
+
+            def in_the_cast(given: Any, what: str = what, format: Float8Format = format) -> Any:
+                gate, up = given[0].chunk(2, 1)
+                gated = Gated(gate, up) if what == "SwiGLU" else Gated(gate, up, given[1], BOTH)
+                return quantize_gated(gated, format, format, groups, MULTIPLE)
+
+            # Eager, where each result is rounded.
+            right = quantize(made(*sets[0]), format, format, groups=groups, multiple=MULTIPLE)
+            pairs = zip(right[:2], in_the_cast(sets[0])[:2], strict=True)
+            same = min(
+                (a.data.view(torch.uint8) == b.data.view(torch.uint8)).float().mean() for a, b in pairs
+            )
+            if same < SAME_CODES:
+                raise RuntimeError(
+                    f"{name} of {what} of {shape}: {same:.2%} of the codes are what is specified"
+                )
+            chosen += [
+                (Bench(f"{what}, then {format.name}", apart, size), sets),
+                (Bench(f"{what} in the cast, {format.name}", in_the_cast, size), sets),
+            ]
+    return timed(chosen, session)
+
+
 def of_weights(shape: tuple[int, int, int], session: Session) -> dict[str, dict]:
     """Casts of weights and of their codes to columns, see ``timed``."""
     torch.manual_seed(0)
@@ -216,6 +280,8 @@ def group(session: Session) -> None:
             text = f"{'x'.join(map(str, shape))} {kind}"
             with session.attempt(f"experts_casts {text}"):
                 figures[f"tokens {text}"] = measure(shape, kind, session)
+            with session.attempt(f"experts_casts SwiGLU {text}"):
+                figures[f"SwiGLU {text}"] = of_swiglu(shape, kind, session)
     for weights in () if session.shapes else (TINY_WEIGHTS if session.tiny else WEIGHTS):
         text = f"weights {'x'.join(map(str, weights))}"
         with session.attempt(f"experts_casts {text}"):

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_part
+from f8sub.torch_compat import apply
 from f8sub.weights.weight import MADE_OF, own_parameter
 
 AUTO_EXPERTS = "auto"
@@ -146,7 +147,10 @@ def routed(
     # Not ``bincount``, for which the host waits to learn the largest number.
     counts = torch.zeros(experts, dtype=torch.int32, device=expert.device)
     ends = counts.scatter_add_(0, known.long(), is_here.int()).cumsum(0)
-    x = hidden_states[order // top_k]
+    back = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
+    )
+    x = apply(_ByExpert, hidden_states, order, back, top_k)
 
     if _is_swiglu(module):
         how: dict[str, Any] = {"transposed": module.is_transposed}
@@ -156,12 +160,46 @@ def routed(
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     # Rows of other ranks' experts have the last expert's bias by now, and must add nothing.
-    y = torch.where(is_here[:, None], y * top_k_weights.flatten()[order][:, None], 0)
-    back = torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
-    )
+    weights = apply(_ByExpert, top_k_weights.reshape(-1, 1), order, back, 1)
+    y = torch.where(is_here[:, None], y * weights, 0)
     # Put back first: ``index_add_`` adds in another order at each call on a GPU.
-    return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+    found: torch.Tensor = apply(_ByToken, y, order, back)
+    return found.view(tokens, top_k, y.shape[1]).sum(1).to(hidden_states.dtype)
+
+
+class _ByExpert(torch.autograd.Function):
+    """Tokens in the order of their experts, each as often as it is sent to one.
+
+    Whoever indexes leaves autograd to add gradients by index, by sorting them or by atomics. Each row is read once, so
+    that backward reads the rows back, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, back: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        ctx.sent = len(tokens), top_k
+        return tokens[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        return dy[back].view(*ctx.sent, dy.shape[1]).sum(1), None, None, None
+
+
+class _ByToken(torch.autograd.Function):
+    """Rows in the order of their experts in that of their tokens again; see ``_ByExpert``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return rows[back]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return dy[order], None, None
 
 
 def _is_swiglu(module: Any) -> bool:

@@ -265,6 +265,43 @@ def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change)
     assert ("GroupedMatmulBackward" in names) == (change != "none")
 
 
+def test_gradients_of_tokens_are_read_by_their_place():
+    """Autograd of an index sorts, or adds by atomics in another order each time."""
+    model = f8sub.convert_to_float8(of_transformers("qwen3_moe"), experts=True)
+    found = experts_of(model)[0]
+    x = gaussian((9, 32), generator(1)).bfloat16().requires_grad_()
+    rng = generator(2)
+    chosen = torch.stack([torch.randperm(6, generator=rng)[:2] for _ in range(9)])
+    weights = torch.rand(9, 2, generator=rng).bfloat16().requires_grad_()
+    seen: list[torch.Tensor] = []
+    hook = found.register_forward_hook(lambda module, args, y: seen.append(y))
+    with calls.watching(lambda owner, made: seen.append(made.x)):
+        y = found(x, chosen, weights)
+    hook.remove()
+    sent = seen[0]
+    sent.retain_grad()
+    names, node = set(), [y.grad_fn]
+    while node:
+        last = node.pop()
+        names.add(last.name())
+        node += [before for before, _ in last.next_functions if before is not None]
+    assert not any("Index" in name for name in names)
+    y.backward(gaussian(tuple(y.shape), generator(3)).bfloat16())
+    order = chosen.flatten().argsort(stable=True)
+    assert torch.equal(sent, x[order // 2])
+    right = torch.zeros(9, 32, dtype=torch.float64).index_add_(0, order // 2, sent.grad.double())
+    assert torch.equal(x.grad, right.bfloat16())
+
+
+def test_no_tokens_at_all():
+    model = f8sub.convert_to_float8(of_transformers("qwen3_moe"), experts=True)
+    x = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True)
+    chosen = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.bfloat16)
+    y = experts_of(model)[0](x, *chosen)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 32)
+
+
 class Doubled(Experts):
     """A subclass with a forward of its own, which no forward of the class it extends replaces."""
 

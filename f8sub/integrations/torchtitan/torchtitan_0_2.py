@@ -13,10 +13,9 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
+import f8sub
 from f8sub.diagnostics.report import conversion_report
-from f8sub.errors import Float8ConfigError
-from f8sub.experts.grouped_linear import grouped_swiglu, swiglu
-from f8sub.experts.seams import register_experts
+from f8sub.experts.grouped_linear import swiglu
 from f8sub.integrations.torchtitan.hooks import FILE
 from f8sub.integrations.torchtitan.options import Options, convert, tokens_of
 
@@ -37,9 +36,9 @@ def register_grouped_experts(backend: str | None) -> None:
     def forward(module: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         # Experts' tokens stand one expert after the other: x [tokens, K], w1 and w3 [E, N, K], w2 [E, K, N].
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-        return grouped_swiglu(x, module.w1, module.w3, module.w2, ends, act=gated).type_as(x)
+        return f8sub.grouped_swiglu(x, module.w1, module.w3, module.w2, ends, act=gated).type_as(x)
 
-    register_experts(GroupedExperts, weights=("w1", "w2", "w3"), forward=forward)
+    f8sub.register_experts(GroupedExperts, weights=("w1", "w2", "w3"), forward=forward)
 
 
 __all__ = ["Float8ModelConverter", "JobConfig"]
@@ -64,7 +63,7 @@ class Float8ModelConverter:
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         options = getattr(job_config, NAME, None)
         if not isinstance(options, Options):
-            raise Float8ConfigError(
+            raise f8sub.Float8ConfigError(
                 f"--model.converters has {NAME!r}, and the job's config has no section [{NAME}]: give "
                 "--job.custom_config_module=f8sub.titan, or custom_config_module in the TOML's [job]"
             )

@@ -326,6 +326,7 @@ class GatedMatmul(torch.autograd.Function):
         groups, first = Groups.of(ends, len(x)), calls.inputs[0]
         recipe = first.plan.recipe
         needs_down, needs_inputs = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4:])
+        needs_dh = ctx.needs_input_grad[0] or needs_inputs
         # y (M, 2 N) of one weight, or (M, N) of each
         formats = present(recipe.fprop.a), recipe.wgrad.b if needs_inputs else None
         a, kept_x, _ = cast_or_share(x, x.to(first.dtype), formats, first.plan, first.sources, groups)
@@ -337,8 +338,11 @@ class GatedMatmul(torch.autograd.Function):
         h, kept_h, _ = quantize_gated(Gated(*_halves(results)), *formats, groups, plan.multiple)
         y = product_of_rows(present(h), down, groups, calls.down)
         saved = [() if kept is None else tensors_of(kept) for kept in (kept_x, kept_h)]
-        ctx.save_for_backward(ends, down, *inputs, *results, *saved[0], *saved[1])
-        ctx.calls, ctx.rows, ctx.dtype, ctx.saved_of_x = calls, len(x), x.dtype, len(saved[0])
+        # Where down alone trains, nothing reads them again.
+        kept_results = results if needs_dh else []
+        ctx.save_for_backward(ends, down, *inputs, *saved[0], *saved[1], *kept_results)
+        ctx.calls, ctx.rows, ctx.dtype = calls, len(x), x.dtype
+        ctx.lengths = len(inputs), *map(len, saved), len(kept_results)
         return y
 
     @staticmethod
@@ -347,9 +351,7 @@ class GatedMatmul(torch.autograd.Function):
             raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
         ends, down, *rest = ctx.saved_tensors
         calls: GatedCall = ctx.calls
-        count = len(calls.inputs)
-        inputs, results, saved = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        saved_x, saved_h = saved[: ctx.saved_of_x], saved[ctx.saved_of_x :]
+        inputs, saved_x, saved_h, results = _parted(rest, ctx.lengths)
         groups = Groups.of(ends, ctx.rows)
         needs_dx, needs_down, needs_inputs = (
             ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4:],
@@ -367,7 +369,7 @@ class GatedMatmul(torch.autograd.Function):
                 gradient_of_weights(present(left), saved_h, down, groups, calls.down), calls.down
             )
         needs = [(needs_dx, needs_dw) for needs_dw in needs_inputs]
-        codes = [(None, None)] * count if dh is None else _codes(calls.inputs, results, dh, needs, groups)
+        codes = [(None, None)] * len(inputs) if dh is None else _codes(calls.inputs, results, dh, needs, groups)
         dinputs: list[torch.Tensor | None] = []
         for w, call, (a, left), needs_dw in zip(inputs, calls.inputs, codes, needs_inputs, strict=True):
             if needs_dx:
@@ -381,6 +383,11 @@ class GatedMatmul(torch.autograd.Function):
             dw = gradient_of_weights(present(left), saved_x, w, groups, call) if needs_dw else None
             dinputs.append(None if dw is None else _gradient_as_stored(dw, call))
         return dx, None, None, ddown, *dinputs
+
+
+def _parted(tensors: list[torch.Tensor], lengths: Iterable[int]) -> list[list[torch.Tensor]]:
+    rest = iter(tensors)
+    return [list(itertools.islice(rest, length)) for length in lengths]
 
 
 def _codes(
@@ -401,11 +408,15 @@ def _codes(
     if formats[0] == formats[1] and all(format is None or format.tile.cols == ALL for format in formats[0]):
         a, left, _ = quantize_gated(gated._replace(side=EACH), *formats[0], groups, multiple)
         return list(zip(_unstacked(a), _unstacked(left), strict=True))
-    made = [
-        quantize_gated(gated._replace(side=side), *own, groups, multiple)
-        for side, own in zip((GATE, UP), formats, strict=True)
-    ]
-    return [(a, left) for a, left, _ in made]
+    found: list[tuple[Tokens | None, Tokens | None]] = []
+    for side, own in zip((GATE, UP), formats, strict=True):
+        # Of a frozen weight, and an x that needs no gradient, there is nothing to cast.
+        if own == (None, None):
+            found.append((None, None))
+            continue
+        a, left, _ = quantize_gated(gated._replace(side=side), *own, groups, multiple)
+        found.append((a, left))
+    return found
 
 
 def _unstacked(both: Tokens | None) -> tuple[Tokens | None, Tokens | None]:
@@ -686,16 +697,16 @@ def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weigh
         (M, K), in x's dtype or that of ``torch.autocast``.
 
     Raises:
-        Float8ShapeError: shapes that do not fit, an odd number of rows of gate and up together among them.
+        Float8ShapeError: shapes that do not fit, gate's and up's among them, or an odd number of rows of both.
         Float8ConfigError: as of ``grouped_linear``.
     """
     inputs = [gate] if up is None else [gate, up]
     how: dict[str, Any] = {"transposed": transposed, "backend": backend}
-    width = gate.shape[2 if transposed else 1] if gate.dim() == 3 else 0
-    if up is None and width % 2:
+    rows = gate.shape[2 if transposed else 1] if gate.dim() == 3 else 0
+    if (rows % 2 if up is None else up.shape != gate.shape):
         raise Float8ShapeError(
-            f"grouped_swiglu takes one weight of gate and up together, (E, 2 N, K), got {tuple(gate.shape)}; hand gate "
-            "and up over as two weights, or pad them"
+            "grouped_swiglu takes gate and up of one shape, or one weight of both, whose rows are even, got "
+            f"{' and '.join(str(tuple(w.shape)) for w in inputs)}"
         )
     found = None if _watchers else _calls(x, inputs, down, offs, recipe, how)
     if found is None:
@@ -704,8 +715,11 @@ def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weigh
     made, calls = found
     weights = [each.weight for each in made]
     y: torch.Tensor = apply(GatedMatmul, x, made[0].groups.ends, calls, weights[-1], *weights[:-1])
-    if autocast.was_entered and made[-1].module is not None:
-        autocast.remember(made[-1].module, calls.down.plan, y)
+    if autocast.was_entered:
+        # The weights may be of three modules, of which each is asked for its plan when the forward is repeated.
+        for each in made:
+            if each.module is not None:
+                autocast.remember(each.module, present(each.call).plan, y)
     return y
 
 
@@ -726,7 +740,11 @@ def _calls(
         if not _is_gated(made[-1].call):
             return None
     call = present(made[0].call)
-    width = inputs[0].shape[2 if how["transposed"] else 1] * len(inputs) // 2
+    # Weights of two modules may have two recipes, and x is cast by one.
+    if any(present(each.call).plan.key != call.plan.key for each in made):
+        return None
+    # Of this rank's part, which tensor parallelism may have cut out.
+    width = made[0].weight.shape[2 if call.transposed else 1] * len(inputs) // 2
     # Of the result of SwiGLU, which is not in memory, the shape alone is looked at.
     h = x.new_empty(1, dtype=call.dtype).expand(len(x), width)
     made.append(prepared(h, down, offs, recipe, **how))

@@ -108,6 +108,23 @@ def test_what_needs_no_gradient_gets_none_and_changes_no_other(frozen):
     assert_same(tensors, recipe="tensorwise")
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_nothing_is_cast_for_a_frozen_weight_of_an_x_without_gradient(recipe, monkeypatch):
+    """On a GPU no kernel is for no usage."""
+    tensors = given(together=False)
+    for frozen in tensors[:2]:
+        frozen.requires_grad_(False)
+    cast, quantize = [], calls.quantize_gated
+
+    def noted(gated, *formats_and_how):
+        cast.append(gated.side)
+        return quantize(gated, *formats_and_how)
+
+    monkeypatch.setattr(calls, "quantize_gated", noted)
+    assert_same(tensors, recipe=recipe)
+    assert cast == ["result", "up"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype):
     assert_same(given(together=True, dtype=dtype), recipe="rowwise")
@@ -122,22 +139,34 @@ def test_without_a_recipe_it_is_in_high_precision():
 @pytest.mark.parametrize("together", [True, False])
 def test_it_saves_no_more_than_codes_and_the_results_of_gate_and_up(together):
     """Between products PyTorch saves what SiLU and the multiplication read; here backward computes it again."""
-    saved: dict[str, int] = {}
-    for call in (at_once, by_product):
-        seen: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
-            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        tensors = given(together=together)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = call(*tensors, recipe="tensorwise")
-        saved[call.__name__] = sum(seen.values())
-        del y
+    tensors = given(together=together)
     rows = sum(COUNTS) + TAIL
     # SiLU's result, in bf16; by one weight gate and up are views of what is saved in both.
-    assert saved["by_product"] - saved["at_once"] >= 2 * rows * HIDDEN
+    assert saved_bytes(by_product, tensors) - saved_bytes(at_once, tensors) >= 2 * rows * HIDDEN
+
+
+def test_where_down_alone_trains_it_saves_what_that_product_does():
+    """No gradient is computed from the results of gate and up, and none are kept until backward."""
+    tensors = given(together=False)
+    for frozen in tensors[:-1]:
+        frozen.requires_grad_(False)
+    assert saved_bytes(at_once, tensors) <= saved_bytes(by_product, tensors)
+
+
+def saved_bytes(call: Callable[..., torch.Tensor], tensors: Tensors) -> int:
+    """Bytes of all storages that a call saves for backward, those of what it was given excepted."""
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = call(*tensors, recipe="tensorwise")
+    for tensor in tensors:
+        seen.pop(tensor.untyped_storage().data_ptr(), None)
+    del y
+    return sum(seen.values())
 
 
 def test_a_repeated_forward_is_the_first_one():
@@ -177,8 +206,17 @@ def test_compiled_it_is_one_graph_without_swiglu(recipe, together):
 def test_rows_of_gate_and_up_together_are_even():
     x, _, down = given(together=True)
     odd = torch.zeros(EXPERTS, 2 * HIDDEN + 1, WIDTH, dtype=torch.bfloat16)
-    with pytest.raises(f8sub.Float8ShapeError, match="one weight of gate and up together"):
+    with pytest.raises(f8sub.Float8ShapeError, match=r"one weight of both, .* got \(4, 193, 64\)"):
         f8sub.grouped_swiglu(x, odd, None, down, ENDS)
+
+
+@pytest.mark.parametrize("rows", [1, HIDDEN // 2])
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_gate_and_up_have_one_shape(recipe, rows):
+    """One row of up would be multiplied by all of gate's."""
+    x, gate, up, down = given(together=False)
+    with pytest.raises(f8sub.Float8ShapeError, match="gate and up of one shape"):
+        f8sub.grouped_swiglu(x, gate, up[:, :rows], down, ENDS, recipe)
 
 
 class Experts(nn.Module):
@@ -215,6 +253,53 @@ def test_a_module_has_its_recipe_and_is_watched_product_by_product(experts):
         plain = experts(x)
     assert experts(x).grad_fn.name() == "GatedMatmulBackward"
     assert torch.equal(plain, at_once(x, experts.gate_up.detach(), experts.down.detach()))
+
+
+class Product(nn.Module):
+    """One weight of a user's experts."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_linear(x, self.weight, ENDS)
+
+
+class Apart(nn.Module):
+    """A user's: each weight in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = map(Product, given(together=False)[1:])
+
+    @property
+    def weights(self) -> Tensors:
+        return self.gate.weight, self.up.weight, self.down.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return at_once(x, *self.weights)
+
+
+def test_weights_of_three_modules_are_repeated_as_they_ran(registered):  # noqa: F811
+    """A context around the checkpointed function has been left when backward asks each module for its plan."""
+    f8sub.register_experts(Product)
+    experts = f8sub.convert_to_float8(Apart(), experts=True)
+
+    def checkpointed(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        with f8sub.autocast("rowwise"):
+            return checkpoint(experts, x, use_reentrant=False)
+
+    tensors = given(together=False)[0], *experts.weights
+    assert all(map(torch.equal, ran(checkpointed, tensors), ran(at_once, tensors, recipe="rowwise")))
+
+
+@pytest.mark.parametrize("other", ["gate", "up", "down"])
+def test_weights_of_three_modules_have_their_own_recipes(other, registered):  # noqa: F811
+    f8sub.register_experts(Product)
+    experts = f8sub.convert_to_float8(Apart(), {f"*{other}": "rowwise", "*": "tensorwise"}, experts=True)
+    tensors = given(together=False)[0], *experts.weights
+    assert all(map(torch.equal, ran(at_once, tensors), ran(by_product, tensors)))
 
 
 def test_delayed_scaling_takes_each_product(registered):  # noqa: F811

@@ -169,6 +169,24 @@ def along_rows(weight: nn.Parameter) -> Shard | None:
     return Shard(1) if weight.dim() == 3 else None
 
 
+def test_swiglu_of_experts_that_tensor_parallelism_cuts(rank, world):
+    """Each rank's part of the hidden width, whose y is added over ranks, is what it is as plain tensors."""
+    mesh, ends = init_device_mesh("cpu", (world,)), torch.tensor([5, 5, 12])
+    x, own = gaussian((15, WIDTH), generator(1)).requires_grad_(), OwnExperts(3, WIDTH, HIDDEN)
+    whole = [weight.detach() for weight in (own.gate, own.up, own.down)]
+    cut = [
+        distribute_tensor(weight, mesh, [Shard(dim)]).requires_grad_()
+        for weight, dim in zip(whole, (1, 1, 2), strict=True)
+    ]
+    plain = [weight.to_local().detach().requires_grad_() for weight in cut]
+    dy, found = gaussian((15, WIDTH), generator(2)), []
+    for weights in (cut, plain):
+        y = f8sub.grouped_swiglu(x, *weights, ends, "tensorwise")
+        dx, *gradients = torch.autograd.grad(y, [x, *weights], dy)
+        found.append([y, dx, *(dw.to_local() if isinstance(dw, DTensor) else dw for dw in gradients)])
+    assert all(map(torch.equal, *found))
+
+
 ALONG_ROWS = [(2, "tensorwise"), (2, "delayed"), (2, "rowwise"), (1, "rowwise"), (4, "mxfp8")]
 
 

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_part
+from f8sub.linear.converted import ConvertedModule
 from f8sub.torch_compat import apply
 from f8sub.weights.weight import MADE_OF, own_parameter
 
@@ -111,13 +112,19 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
 def _replaces_another(kind: type[Any], cls: type[Any]) -> bool:
     """Return whether what runs in place of the forward of ``cls`` would run in place of a subclass's own."""
     between = kind.__mro__[: kind.__mro__.index(cls)]
-    has_own = any("forward" in vars(each) for each in between if issubclass(each, cls))
+    # A conversion puts a class with a forward there, too, which runs the seam's.
+    has_own = any("forward" in vars(each) for each in between if not issubclass(each, ConvertedModule))
     return has_own and _registered[cls].forward is not None
 
 
 def _is_stack(parameter: torch.Tensor) -> bool:
     # A lazy parameter has no dimensions yet.
     return not is_lazy(parameter) and parameter.dim() == 3
+
+
+def is_registered(cls: type[torch.nn.Module]) -> bool:
+    """Return whether ``register_experts`` was given this class."""
+    return cls in _registered
 
 
 def calls_grouped_linear(module: torch.nn.Module) -> bool:
@@ -210,8 +217,9 @@ def _is_swiglu(module: Any) -> bool:
         module.has_gate
         and not module.has_bias
         and f"{type(act).__module__}.{type(act).__name__}" in _SILU
-        and not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks)
+        and not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks)
         and getattr(gate, "__qualname__", "") == "_default_apply_gate"
+        and "_apply_gate" not in vars(module)
     )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8sub
 from f8sub.experts import grouped_linear as calls
+from f8sub.experts import seams
 from tests.data_sets import gaussian, generator
 from tests.experts.models import experts_of, of_transformers
 from tests.experts.test_conversion import registered  # noqa: F401
@@ -324,18 +326,27 @@ def test_delayed_scaling_takes_each_product(registered):  # noqa: F811
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("change", ["none", "hook", "activation", "gate"])
+CHANGES = ["none", "hook", "hook of gradients", "activation", "gate", "gate of one module"]
+
+
+def first_half(self: nn.Module, both: torch.Tensor) -> torch.Tensor:
+    return both.chunk(2, -1)[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change):
     model = of_transformers("qwen3_moe")
     plain = experts_of(model)[0]
     if change == "hook":
         plain.act_fn.register_forward_hook(lambda module, args, y: y * 2)
+    elif change == "hook of gradients":
+        plain.act_fn.register_full_backward_pre_hook(lambda module, dy: None)
     elif change == "activation":
         plain.act_fn = nn.GELU()
     elif change == "gate":
-        plain.__class__ = type(
-            "Gated", (type(plain),), {"_apply_gate": lambda self, both: both.chunk(2, -1)[0]}
-        )
+        plain.__class__ = type("Gated", (type(plain),), {"_apply_gate": first_half})
+    elif change == "gate of one module":
+        plain._apply_gate = types.MethodType(first_half, plain)
     model = f8sub.convert_to_float8(model, experts=True)
     found = experts_of(model)[0]
     names: set[str] = set()
@@ -401,6 +412,13 @@ def test_a_forward_that_is_registered_replaces_no_subclass_own(registered):  # n
     class Alike(Experts):
         pass
 
+    class Mixin(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 4 * at_once(x, self.gate_up, self.down)
+
+    class Mixed(Mixin, Experts):
+        pass
+
     f8sub.register_experts(Experts, forward=forward)
     f8sub.register_experts(Doubled)
     x = given(together=True)[0].detach()[:-TAIL]
@@ -408,3 +426,5 @@ def test_a_forward_that_is_registered_replaces_no_subclass_own(registered):  # n
     for cls, factor in ((Experts, 3), (Alike, 3), (Doubled, 2)):
         model = f8sub.convert_to_float8(nn.Sequential(copy.deepcopy(cls())), experts=True)
         assert torch.equal(model(x), factor * y)
+        assert seams.seam_of(model[0]).forward is (forward if factor == 3 else None)
+    assert seams.seam_of(Mixed()) is None

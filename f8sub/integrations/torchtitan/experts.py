@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import f8sub
+from f8sub.experts.seams import is_registered
 
 KNOWN = frozenset({
     "isinstance", "w1_EFD", "DTensor", "to_local", "w2_EDF", "w3_EFD", "torch", "cumsum", "int32", "get_spmd_backend",
@@ -19,14 +20,17 @@ KNOWN = frozenset({
 
 
 def register_grouped_experts() -> None:
-    """Have ``GroupedExperts`` of the torchtitan that is installed run as one layer, if its forward is the known one."""
+    """Have ``GroupedExperts`` of the torchtitan that is installed run as one layer, if its forward is the known one.
+
+    What a user registered for the class stays.
+    """
     try:
         from torchtitan.models.common import moe
     except ImportError:
         return
     cls = getattr(moe, "GroupedExperts", None)
     code = getattr(getattr(cls, "forward", None), "__code__", None)
-    if code is None or frozenset(code.co_names) != KNOWN:
+    if code is None or frozenset(code.co_names) != KNOWN or is_registered(moe.GroupedExperts):
         return
 
     def forward(module: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import f8sub
+from f8sub.experts import seams
 from f8sub.experts.module import Float8Experts
 from f8sub.integrations.torchtitan.hooks import KEEP, set_policy
 from f8sub.integrations.torchtitan.options import Options, convert, known, tokens_of
@@ -238,3 +239,51 @@ def test_experts_are_converted_by_the_jobs_tokens(batch, degree, options, words)
     stays = words and words != "gains from"
     assert stays != any(isinstance(module, Float8Experts) for module in model.modules())
     assert ("gains from" in summary) == (words == "gains from")
+
+
+def of_torchtitan() -> Any:
+    """Its experts, converted, with the same weights every time."""
+    from torchtitan.models.common import moe
+
+    plain, rng = moe.GroupedExperts(moe.GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4)), generator(0)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(gaussian(tuple(parameter.shape), rng) / 8)
+    return f8sub.convert_to_float8(torch.nn.Sequential(plain.bfloat16()), "rowwise", experts=True)[0]
+
+
+def nodes_of(y: torch.Tensor) -> set[str]:
+    found, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        found.add(node.name())
+        left += [before for before, _ in node.next_functions if before is not None]
+    return found
+
+
+@alone
+def test_experts_of_torchtitan_run_as_one_layer():
+    """Which is what they compute by the method that multiplies; what a user registered for them stays."""
+    from torchtitan.models.common import moe
+
+    from f8sub.integrations.torchtitan.experts import register_grouped_experts
+
+    before = dict(seams._registered)
+    try:
+        seams._registered.clear()
+        runs, names = [], []
+        for register in (lambda: None, register_grouped_experts):
+            register()
+            experts, x = of_torchtitan(), gaussian((40, 64), generator(1)).bfloat16().requires_grad_()
+            y = experts(x, torch.tensor([9, 0, 20, 11]))
+            names.append(nodes_of(y))
+            dy = gaussian((40, 64), generator(2)).bfloat16()
+            runs.append([y, *torch.autograd.grad(y, [x, *experts.parameters()], dy)])
+        assert [("GatedMatmulBackward" in each) for each in names] == [False, True]
+        assert all(map(torch.equal, *runs))
+        f8sub.register_experts(moe.GroupedExperts)
+        register_grouped_experts()
+        assert seams.seam_of(experts).forward is None
+    finally:
+        seams._registered.clear()
+        seams._registered.update(before)

@@ -369,7 +369,9 @@ class GatedMatmul(torch.autograd.Function):
                 gradient_of_weights(present(left), saved_h, down, groups, calls.down), calls.down
             )
         needs = [(needs_dx, needs_dw) for needs_dw in needs_inputs]
-        codes = [(None, None)] * len(inputs) if dh is None else _codes(calls.inputs, results, dh, needs, groups)
+        codes = (
+            [(None, None)] * len(inputs) if dh is None else _codes(calls.inputs, results, dh, needs, groups)
+        )
         dinputs: list[torch.Tensor | None] = []
         for w, call, (a, left), needs_dw in zip(inputs, calls.inputs, codes, needs_inputs, strict=True):
             if needs_dx:
@@ -680,7 +682,7 @@ def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weigh
 
     It computes what ``grouped_linear`` of each weight does, with PyTorch's SwiGLU between them. On GPUs since Hopper
     SwiGLU is computed where its result is cast, forward and backward, in bfloat16 and where 128 divides N. With delayed
-    scaling, adapters, and recipes of which a product is in high precision it is computed by itself.
+    scaling, adapters, other recipes for gate than for up, or a product in high precision it is computed by itself.
 
     Args:
         x: (M, K), sorted by expert.
@@ -703,7 +705,8 @@ def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weigh
     inputs = [gate] if up is None else [gate, up]
     how: dict[str, Any] = {"transposed": transposed, "backend": backend}
     rows = gate.shape[2 if transposed else 1] if gate.dim() == 3 else 0
-    if (rows % 2 if up is None else up.shape != gate.shape):
+    is_odd, is_other = up is None and rows % 2, up is not None and up.shape != gate.shape
+    if is_odd or is_other:
         raise Float8ShapeError(
             "grouped_swiglu takes gate and up of one shape, or one weight of both, whose rows are even, got "
             f"{' and '.join(str(tuple(w.shape)) for w in inputs)}"

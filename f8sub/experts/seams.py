@@ -81,8 +81,8 @@ def register_experts(
         weights: names of its parameters that are (E, N, K), one matrix an expert, or one name; None for all of three
             dimensions.
         transposed: whether they are stored as (E, K, N) and handed to ``grouped_linear`` with ``transposed=True``.
-        forward: runs in place of the class's own, with the module as the first argument, and not of one that a
-            subclass has; None for its own.
+        forward: runs in place of the class's own, with the module as the first argument; a subclass with a forward of
+            its own keeps that. None for the class's.
 
     Raises:
         Float8ConfigError: no class of modules.
@@ -217,7 +217,9 @@ def _is_swiglu(module: Any) -> bool:
         module.has_gate
         and not module.has_bias
         and f"{type(act).__module__}.{type(act).__name__}" in _SILU
-        and not (act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks)
+        and not (
+            act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks
+        )
         and getattr(gate, "__qualname__", "") == "_default_apply_gate"
         and "_apply_gate" not in vars(module)
     )

@@ -245,7 +245,10 @@ def of_torchtitan() -> Any:
     """Its experts, converted, with the same weights every time."""
     from torchtitan.models.common import moe
 
-    plain, rng = moe.GroupedExperts(moe.GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4)), generator(0)
+    plain, rng = (
+        moe.GroupedExperts(moe.GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4)),
+        generator(0),
+    )
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(gaussian(tuple(parameter.shape), rng) / 8)

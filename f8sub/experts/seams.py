@@ -9,9 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
 from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_part
-from f8sub.linear.converted import ConvertedModule
 from f8sub.torch_compat import apply
-from f8sub.weights.weight import MADE_OF, own_parameter
+from f8sub.weights.weight import MADE_OF, is_converted, own_parameter
 
 AUTO_EXPERTS = "auto"
 """The value of ``experts`` that converts those which gain."""
@@ -94,7 +93,9 @@ def register_experts(
 
 
 def seam_of(module: torch.nn.Module) -> Seam | None:
-    """The seam of a module; None where it is no module of experts that is known."""
+    """The seam of a module, which a converted one keeps; None where it is no module of experts that is known."""
+    if is_converted(module):
+        return getattr(module._f8sub, "seam", None)
     # What the user registered comes before what is known by its attributes.
     for cls in type(module).__mro__:
         if cls in _registered and not _replaces_another(type(module), cls):
@@ -112,9 +113,7 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
 def _replaces_another(kind: type[Any], cls: type[Any]) -> bool:
     """Return whether what runs in place of the forward of ``cls`` would run in place of a subclass's own."""
     between = kind.__mro__[: kind.__mro__.index(cls)]
-    # A conversion puts a class with a forward there, too, which runs the seam's.
-    has_own = any("forward" in vars(each) for each in between if not issubclass(each, ConvertedModule))
-    return has_own and _registered[cls].forward is not None
+    return _registered[cls].forward is not None and any("forward" in vars(each) for each in between)
 
 
 def _is_stack(parameter: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ OF_OBJECTS = {
     *("_backward_hooks", "_base", "_cdata", "_post_accumulate_grad_hooks", "_version"),
     # nn.Module's, and in its pickles; hooks are what a user may have set.
     *("_buffers", "_compiled_call_impl", "_modules", "_non_persistent_buffers_set", "_parameters"),
-    *("_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks"),
+    *("_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks"),
     # Optimizer's: the hooks that register_step_pre_hook and _post_hook made, and what a GradScaler asks for.
     *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_step_supports_amp_scaling"),
     # An operator's: what it is given and what it writes to.

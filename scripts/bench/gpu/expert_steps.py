@@ -201,7 +201,11 @@ def variants() -> list[Variant]:
             for recipe in RECIPES
             for compiled in (False, True)
         ),
-        *(Variant("f8sub", True, recipe, "auto", True, True) for recipe in RECIPES),
+        *(
+            Variant("f8sub", True, recipe, "auto", gathered, True)
+            for recipe in RECIPES
+            for gathered in (False, True)
+        ),
         *(
             Variant("f8sub", True, recipe, "auto", True, fused, apart=True)
             for recipe in RECIPES

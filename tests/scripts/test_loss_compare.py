@@ -2,6 +2,9 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -327,7 +330,28 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def test_an_arm_attends_in_float8():
     arm = pretrain_arm.arm_of("rowwise+attention_forward_in_float8")
-    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False)
+    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False, False)
+
+
+@pytest.mark.long
+def test_an_arm_ends_in_bf16_as_a_run_that_is_resumed_in_bf16(tmp_path):
+    """The last tenth of its steps, from its own weights and optimizer: the held-out loss is the same to the bit."""
+
+    def held_out(name: str, options: str) -> float:
+        folder = tmp_path / "run"
+        chosen = (
+            "--model.size debug --training.seq_len 64 --training.local_batch_size 2 --training.steps 10 "
+            "--eval.interval 10 --checkpoint.interval 9 --metrics.tensorboard false "
+            f"--job.dump_folder {folder} {options}"
+        )
+        command = [sys.executable, str(ROOT / "scripts" / "bench" / "pretrain_arm.py"), name, *chosen.split()]
+        subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        return [row["eval_loss"] for row in map(json.loads, lines) if "eval_loss" in row][-1]
+
+    ended = held_out("tensorwise+bf16_end", "")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000010")
+    assert held_out("bf16", "--checkpoint.resume step-00000009 --float8.enabled false") == ended
 
 
 def test_an_arm_codes_gradients_as_the_wire_does():

@@ -115,6 +115,7 @@ class Recomputed(torch.nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_checkpointed_step_has_the_same_bits_on_a_cpu(monkeypatch, compiled, fresh_compiler):
     x = gaussian((2, 16, 32), generator(1))

@@ -104,6 +104,7 @@ def trained_without_gradients(model: nn.Module) -> list[str]:
     return told
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gaining")
 def test_compiled_code_says_it_too():
     model = converted(nn.Sequential(Model()))

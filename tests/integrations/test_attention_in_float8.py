@@ -88,7 +88,7 @@ def trainer(folder: Path, model: nn.Module, *callbacks: Any, **options: Any) -> 
 
 
 @on_each_kind
-@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("restores", long_but([False], [False, True]))
 def test_a_run_of_transformers_resumes_bitwise(tmp_path, restores, kind):
     first = trainer(tmp_path, build_model(), Float8Callback(**KINDS[kind]))
     first.train()
@@ -312,6 +312,7 @@ def by_trainer(rank: int, world: int, folder: str, kind: str) -> None:
     assert same(trained(first.model), trained(second.model))
 
 
+@pytest.mark.long
 @pytest.mark.own_ranks
 @pytest.mark.parametrize("kind", long_but(["SHARDED_STATE_DICT"], ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]))
 def test_a_sharded_run_of_transformers_resumes_bitwise(ranks, tmp_path, kind):

@@ -62,6 +62,7 @@ def python(foreign: Path, *words: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_trainer_starts(foreign):
     assert "--float8.recipe" in python(foreign, RECIPES / "pretrain.py", "--help")
 

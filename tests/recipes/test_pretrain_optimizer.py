@@ -41,6 +41,7 @@ def test_losses_are_those_of_torchs_kernels(ranks, tmp_path, float8, replayed):
     assert losses(fused) == losses(usual)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", long_but([True], [True, False]))
 def test_a_run_resumes_with_the_other(ranks, tmp_path, first):
     whole = quick_settings(tmp_path / "whole", f"{STEPS} --training.steps 4 --optimizer.one_pass false")

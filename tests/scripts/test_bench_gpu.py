@@ -81,6 +81,7 @@ def test_every_group_has_figures_of_what_can_run_here(run_script):
     assert GRAPHED in printed
 
 
+@pytest.mark.long
 def test_patterns_name_what_the_asked_groups_have(run_script):
     gathered = "f8sub rowwise gathered eager"
     of_experts, of_steps = bench_gpu.names_of(["experts"]), bench_gpu.names_of(["slice"])

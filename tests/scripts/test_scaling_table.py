@@ -15,6 +15,7 @@ def test_the_page_shows_the_table(marker):
     assert f"<!-- begin {marker} -->\n{scaling.TABLES[marker]().markdown()}\n\n<sub>" in PAGES
 
 
+@pytest.mark.long
 def test_the_picture(tmp_path):
     """A panel for each model and number of tokens, with a line for each way and one for bf16."""
     figure = scaling.draw()

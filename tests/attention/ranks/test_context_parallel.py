@@ -17,6 +17,7 @@ import f8sub
 from f8sub.attention.state import CHILD
 from tests.attention.models import blocks, same, tokens
 from tests.budgets import decibels
+from tests.selection import long_but
 
 aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")
@@ -101,7 +102,7 @@ def train(rank: int, recipe: str | None, method: str | None, all_gather: bool = 
     return [*found, *(p.full_tensor().detach() for p in trained.parameters())]
 
 
-@pytest.mark.parametrize("method", ["alltoall", "allgather"])
+@pytest.mark.parametrize("method", long_but(["alltoall"], ["alltoall", "allgather"]))
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_layers_train(rank, world, recipe, method):
     """Bitwise with and without a float8 all-gather, and from run to run."""

@@ -46,6 +46,7 @@ def kinds(recipe: str) -> list[str]:
     return ["launched"] * launched + ["captured"] + ["replayed"] * (4 - launched)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", long_but(("delayed",), f8sub.recipe_names()))
 def test_nothing_is_compiled_in_a_capture(titan, assets, recipe):
     job = f"{config(recipe_name=recipe, reduce_gradients_in_float8=False)} {COMPILED}"
@@ -54,6 +55,7 @@ def test_nothing_is_compiled_in_a_capture(titan, assets, recipe):
     assert found["losses"] == found["launched"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", long_but((2,), (1, 2)))
 def test_a_monitor_samples_steps_that_are_launched(titan, assets, tmp_path, world):
     """And misses none: rows of operands, and of gradients where those are reduced and measured.

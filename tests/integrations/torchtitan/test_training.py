@@ -334,6 +334,7 @@ def test_one_rank_reduces_nothing(train):
 ATTENTION = 'f8sub:{"attention":"float8"}'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", long_but([2], [1, 2]))
 def test_attention_in_float8(train, world):
     """By the option alone, and with a backward in bf16."""
@@ -344,6 +345,7 @@ def test_attention_in_float8(train, world):
     assert abs(forward - usual) < 4e-3
 
 
+@pytest.mark.long
 def test_a_run_with_attention_in_float8_resumes_bitwise(any_titan, assets, train, tmp_path):
     """Ranks have other data, and the checkpoint has one history of each module."""
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)

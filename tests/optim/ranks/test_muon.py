@@ -35,6 +35,7 @@ def train(rank: int, all_gather: bool) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
+@pytest.mark.long
 def test_losses_are_those_of_a_gather_in_bf16(rank, world):
     (losses, model), (expected, _) = train(rank, True), train(rank, False)
     assert losses == expected

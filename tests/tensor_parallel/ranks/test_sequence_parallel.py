@@ -208,6 +208,7 @@ def test_what_compiled_code_must_not_look_into_is_one_node_each(rank, world):
     assert nodes_of(model, world, rank, "gemm_nt.", "derive_columnwise.") == [[3, 0], [6, 5]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "reduced"), long_but([("rowwise", 1)], [("rowwise", 1), ("tensorwise", 4)])
 )

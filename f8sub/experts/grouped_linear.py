@@ -6,7 +6,8 @@ transform along the tokens, an expert's tokens are a matrix of their own. Where 
 
 [Note: SwiGLU] Between two products SwiGLU reads gate and up and writes its result, which is read again to be cast;
 backward reads and writes twice as much. GatedMatmul casts what it computes from gate and up, so that neither the result
-nor the gradients of gate and up are in memory in high precision. It saves what three calls of ``grouped_linear`` save.
+nor the gradients of gate and up are in memory in high precision. It saves for backward what three calls of
+``grouped_linear`` save, and nothing for SwiGLU but gate and up.
 """
 
 import contextlib

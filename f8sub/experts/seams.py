@@ -176,8 +176,8 @@ def routed(
 class _ByExpert(torch.autograd.Function):
     """Tokens in the order of their experts, each as often as it is sent to one.
 
-    Whoever indexes leaves autograd to add gradients by index, by sorting them or by atomics. Each row is read once, so
-    that backward reads the rows back, too.
+    Autograd of an index adds gradients by index, which takes a sort or atomics. ``order`` is a permutation, so that
+    backward can read each row from its place, ``back``, and add the rows of a token.
     """
 
     @staticmethod

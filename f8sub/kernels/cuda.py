@@ -329,8 +329,7 @@ def quantize_gated(
     if not _takes_gated(gated, groups, rowwise, columnwise, multiple):
         if gated.matrices == 1:
             return quantize_tokens(gated.values(), groups, rowwise, columnwise, multiple)
-        parts = [quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()]
-        return stacked(*(part[0] for part in parts)), stacked(*(part[1] for part in parts))
+        return stacked([quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()])
     from f8sub.kernels.triton import launch
 
     ends = groups.ends.contiguous()

@@ -351,19 +351,11 @@ def _quantize_gated(  # noqa: PLR0913  (an operator has no structures)
     return _listed(gated.empty(), made, row, col, multiple)
 
 
-def _fake_gated(  # noqa: PLR0913
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    dh: torch.Tensor | None,
-    side: str,
-    first: torch.Tensor,
-    ends: torch.Tensor,
-    rowwise: str | None,
-    columnwise: str | None,
-    multiple: int,
+def _fake_gated(
+    gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor | None, side: str, *rest: Any
 ) -> list[torch.Tensor]:
     gated = Gated(gate, up, dh, side)
-    return _fake_groups(gated.empty(), first, ends, rowwise, columnwise, multiple, gated.matrices)
+    return _fake_groups(gated.empty(), *rest, gated.matrices)
 
 
 def _listed(

@@ -7,6 +7,7 @@ has the codes and scales that a Float8Linear of it has on its own tokens. The ti
 every expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -272,7 +273,7 @@ class Gated(NamedTuple):
         return read * self.gate.numel() * self.gate.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A tensor that has the shape, dtype and device of each matrix, and no memory to speak of."""
+        """A tensor of the shape, dtype and device of each matrix, which holds one element."""
         return self.gate.new_empty(1).expand(self.gate.shape[0], self.width)
 
     def values(self) -> torch.Tensor:
@@ -301,12 +302,17 @@ def quantize_gated(
     """``quantize_both`` of what is computed where it is cast; of two matrices those of the second below the first's."""
     if gated.matrices == 1:
         return quantize_both(gated.values(), groups, rowwise, columnwise, multiple)
-    parts = [quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()]
-    return stacked(*(part[0] for part in parts)), stacked(*(part[1] for part in parts))
+    return stacked([quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()])
 
 
-def stacked(first: Tokens | None, second: Tokens | None) -> Tokens | None:
-    """Operands of one format, one below the other, each with its scales; None of none."""
+def stacked(
+    parts: Sequence[tuple[Tokens | None, Tokens | None]],
+) -> tuple[Tokens | None, Tokens | None]:
+    """Both operands of two matrices, those of the second below the first's, each with its scales; None of none."""
+    return _stacked(*(rowwise for rowwise, _ in parts)), _stacked(*(columnwise for _, columnwise in parts))
+
+
+def _stacked(first: Tokens | None, second: Tokens | None) -> Tokens | None:
     if first is None or second is None:
         return None
     data = torch.cat([part.data.view(torch.uint8) for part in (first, second)]).view(first.data.dtype)
@@ -314,7 +320,7 @@ def stacked(first: Tokens | None, second: Tokens | None) -> Tokens | None:
 
 
 def unstacked(both: Tokens) -> tuple[Tokens, Tokens]:
-    """The operands of ``stacked``."""
+    """The operands of ``_stacked``."""
     parts = zip(both.data.chunk(2), both.scale_inv.chunk(2), strict=True)
     first, second = (both._replace(data=data, scale_inv=scale_inv) for data, scale_inv in parts)
     return first, second

@@ -355,7 +355,7 @@ def _fake_gated(
     gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor | None, side: str, *rest: Any
 ) -> list[torch.Tensor]:
     gated = Gated(gate, up, dh, side)
-    return _fake_groups(gated.empty(), *rest, gated.matrices)
+    return _fake_groups(gated.empty(), *rest, count=gated.matrices)
 
 
 def _listed(
@@ -396,6 +396,7 @@ def _fake_groups(
     rowwise: str | None,
     columnwise: str | None,
     multiple: int,
+    *,
     count: int = 1,
 ) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []

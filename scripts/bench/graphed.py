@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -70,7 +70,7 @@ LAYERS = {"8b": 32, "1b": 16, "qwen3-moe": 4}
 class Model(nn.Module):
     """What a model of transformers has, called without its keyword arguments."""
 
-    def __init__(self, whole: Any, tokens: int) -> None:
+    def __init__(self, whole: Any, tokens: int, device: torch.device) -> None:
         super().__init__()
         inner = whole.model
         self.embed, self.layers, self.norm, self.head = (
@@ -79,9 +79,9 @@ class Model(nn.Module):
             inner.norm,
             whole.lm_head,
         )
-        place = torch.arange(tokens, device=self.embed.weight.device)[None]
-        like = torch.zeros((), dtype=torch.bfloat16, device=place.device)
-        self.position = inner.rotary_emb(like, place)
+        with device:
+            like = torch.zeros((), dtype=torch.bfloat16)
+            self.position = type(inner.rotary_emb)(whole.config)(like, torch.arange(tokens)[None])
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # noqa: D102
         hidden = self.embed(ids)
@@ -91,11 +91,10 @@ class Model(nn.Module):
         return logits
 
 
-def made(size: str, layers: int, tokens: int) -> Model:
-    """The model, whole on each rank's device, with the same random weights."""
+def made(size: str, layers: int, tokens: int, device: torch.device) -> Model:
+    """The model without memory for its weights, but for a rank's device."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     if size == "qwen3-moe":
         config = Qwen3MoeConfig(
@@ -113,9 +112,23 @@ def made(size: str, layers: int, tokens: int) -> Model:
             rope_parameters=rope,
             experts_implementation="grouped_mm",
         )
-        return Model(Qwen3MoeForCausalLM(config), tokens)
-    options = {"num_key_value_heads": 8, "num_hidden_layers": layers, "max_position_embeddings": tokens}
-    return Model(LlamaForCausalLM(LlamaConfig(**SIZES[size], **options, rope_parameters=rope)), tokens)
+        kind: Any = Qwen3MoeForCausalLM
+    else:
+        options = {"num_key_value_heads": 8, "num_hidden_layers": layers, "max_position_embeddings": tokens}
+        config, kind = LlamaConfig(**SIZES[size], **options, rope_parameters=rope), LlamaForCausalLM
+    with torch.device("meta"):
+        whole = kind(config)
+    return Model(whole, tokens, device)
+
+
+@torch.no_grad()
+def drawn(model: nn.Module, device: torch.device) -> None:
+    """Give a sharded model memory, and weights that are those of every arm: norms 1, others random."""
+    model.to_empty(device=device)
+    torch.manual_seed(dist.get_rank())
+    for weight in model.parameters():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        local.fill_(1) if weight.ndim == 1 else local.normal_(0, 0.02)
 
 
 def parallelize(block: nn.Module, mesh: DeviceMesh, library: str) -> None:
@@ -170,8 +183,7 @@ def prepared(
     arm: str, options: argparse.Namespace, device: torch.device
 ) -> tuple[nn.Module, Callable[[], None]]:
     """The sharded model of an arm, and what makes its scales where f8sub does not."""
-    with device:
-        model = made(options.model, options.layers, options.tokens)
+    model = made(options.model, options.layers, options.tokens, device)
     library, recipe, extras = parts_of_arm(arm)
     scales: Callable[[], None] = lambda: None  # noqa: E731
     if library == "f8sub":
@@ -212,6 +224,7 @@ def prepared(
         fully_shard(part, mp_policy=POLICY, mesh=mesh["data"], reshard_after_forward=options.reshard)
     if "gradients" in extras:
         f8sub.reduce_gradients_in_float8(model)
+    drawn(model, device)
     return model, scales
 
 
@@ -287,21 +300,25 @@ class Arm:
             "loss": losses[-1].item(),
         }
 
-    def compared(self, count: int, *, apart: bool) -> list[dict[str, Any]]:
+    def compared(self, count: int, *, launched: bool, apart: bool) -> list[dict[str, Any]]:
         """Figures of launched and of replayed steps, in turns; with ``apart``, of launched ones before all replays."""
-        self.steps(self.launched, 5)
-        torch.cuda.reset_peak_memory_stats()
         arms = {"launched": self.launched, "replayed": self.replayed}
+        if not launched:
+            del arms["launched"]
         found: dict[str, list[dict[str, Any]]] = {how: [] for how in arms}
-        profiles = {}
-        found["launched"] += [self.steps(self.launched, count) for _ in range(ROUNDS if apart else 1)]
-        memory = {"launched": peaks()}
-        if self.fused is not None and self.fused.why_torch is not None:
-            raise RuntimeError(f"torch's kernels took the last step: {self.fused.why_torch}")
-        if apart:
-            profiles["launched"] = self.profiled(self.launched)
+        profiles: dict[str, dict[str, Any]] = {}
+        memory = {}
+        if launched:
+            self.steps(self.launched, 5)
+            torch.cuda.reset_peak_memory_stats()
+            found["launched"] += [self.steps(self.launched, count) for _ in range(ROUNDS if apart else 1)]
+            memory["launched"] = peaks()
+            if apart:
+                profiles["launched"] = self.profiled(self.launched)
         begin = time.perf_counter()
         self.steps(self.replayed, 3)
+        if self.fused is not None and self.fused.why_torch is not None:
+            raise RuntimeError(f"torch's kernels took the last step: {self.fused.why_torch}")
         # The allocator sees a captured step once, when it is captured.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -443,6 +460,12 @@ def parsed() -> argparse.Namespace:
         action="store_true",
         help="all launched steps before the capture: beside a graph they need their memory once more",
     )
+    parser.add_argument(
+        "--launched",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure launched steps, too",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further arm after so many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
@@ -461,7 +484,7 @@ def rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list
     torch._dynamo.reset()
     try:
         run = Arm(arm, options, device)
-        rows = run.compared(options.steps, apart=options.apart)
+        rows = run.compared(options.steps, launched=options.launched, apart=options.apart)
         run.replayed.close()
         del run
     except Exception as error:

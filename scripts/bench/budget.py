@@ -35,7 +35,7 @@ KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
     "GEMM": r"gemm|nvjet|xmma|cutlass|multiply_\w+|split_?k|add_parts",
     "optimizer and gradient norm": r"multi_tensor|adam|lpnorm|foreach|step_many|squares_of_many",
-    "FSDP2's copies": r"split_with_sizes|chunk_cat|CatArray|pack|Memcpy|Memset",
+    "FSDP2's copies": r"split_with_sizes|chunk_cat|CatArray|pack|copy_chunks|Memcpy|Memset",
     "casts": r"^(quantize_|requantize_|cast_|transpose_codes|recast_|amax|scales_of_many|stage_amax)",
     "loss": r"softmax|nll_loss|cross_entropy|log_softmax|nll",
     "generated: norms, activations, casts": r"^triton_",

@@ -64,6 +64,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 128256},
 }
+SHAPE = ("tokens", "sequences", "layers", "accumulate", "ac", "reshard")
+"""Options that each row of the figures has."""
 LAYERS = {"8b": 32, "1b": 16, "qwen3-moe": 4}
 
 
@@ -252,21 +254,21 @@ class Arm:
         self.replayed = f8sub.graph_step(step, self.model, self._optimizer, warmup=3)
         # Ranks of one tensor-parallel group read the same tokens.
         rng = torch.Generator(device=device).manual_seed(dist.get_rank() // options.tp)
-        size = (8, options.accumulate, options.tokens + 1)
+        size = (8, options.accumulate, options.sequences, options.tokens + 1)
         self._batches = torch.randint(1000, size, device=device, generator=rng)
         self._next = 0
 
     def _forward_backward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradients of micro-batches, each a row of ``batch``, and clip them."""
+        """Accumulate the gradients of micro-batches, each a matrix of ``batch``, and clip them."""
         self._scales()
         total = torch.zeros((), device=batch.device)
         model: Any = self.model
-        for index, row in enumerate(batch):
+        for index, rows in enumerate(batch):
             is_last = index == len(batch) - 1
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
             model.set_reshard_after_backward(is_last or self._reshards)
-            loss = self._loss_of(model(row[None, :-1]), row[1:]) / len(batch)
+            loss = self._loss_of(model(rows[:, :-1]), rows[:, 1:]) / len(batch)
             loss.backward()
             total += loss.detach()
         if self._max_norm and self.fused is not None:
@@ -342,7 +344,7 @@ class Arm:
     def profiled(self, step: Any, count: int = 2) -> dict[str, Any]:
         """How long steps take over the time in which a kernel or a copy of theirs runs, communication too.
 
-        And the kernels of attention, and milliseconds and numbers of a step's kernels by kind.
+        And the kernels of attention, milliseconds and numbers of a step's kernels by kind, and the longest by name.
         """
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             self.steps(step, count)
@@ -356,15 +358,19 @@ class Arm:
             until = max(until, end)
         named = {event.name for event in events if re.search("flash|fmha|sdpa|attention", event.name, re.I)}
         ms: dict[str, float] = defaultdict(float)
+        by_name: dict[str, float] = defaultdict(float)
         kernels: Counter[str] = Counter()
         for event in events:
-            kind = budget.kind_of(event.name)
-            ms[kind] += event.time_range.elapsed_us() / 1e3 / count
+            kind, took = budget.kind_of(event.name), event.time_range.elapsed_us() / 1e3 / count
+            ms[kind] += took
+            by_name[event.name[:80]] += took
             kernels[kind] += 1
+        longest = sorted(by_name, key=lambda name: -by_name[name])[:40]
         return {
             "over_busy": float((until - spans[0][0]) / busy),
             "kinds_ms": {kind: round(ms[kind], 2) for kind in sorted(ms)},
             "kinds_kernels": {kind: kernels[kind] / count for kind in sorted(kernels)},
+            "longest_ms": {name: round(by_name[name], 3) for name in longest},
             "attention": sorted(name[:60] for name in named),
         }
 
@@ -427,7 +433,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[0].float(), targets)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def parsed() -> argparse.Namespace:
@@ -439,7 +445,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("arms", nargs="+", help=f"bf16 | f8sub[.RECIPE] | torchao, with {arms}")
     parser.add_argument("--model", choices=LAYERS, default="8b")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch of a rank, one sequence")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch of a rank")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--ac", choices=("none", "selective", "full"), default="none")
     parser.add_argument(
@@ -491,11 +498,11 @@ def rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list
         rows = [{"how": "failed", "error": f"{type(error).__name__}: {error}"[:600]}]
     gc.collect()
     torch.cuda.empty_cache()
-    tokens = options.tokens * options.accumulate / options.tp
+    tokens = options.tokens * options.sequences * options.accumulate / options.tp
     for row in rows:
         if "loop_ms" in row:
             row["tokens_per_second"] = 1e3 * tokens / row["loop_ms"]
-    shape = {name: getattr(options, name) for name in ("tokens", "layers", "accumulate", "ac", "reshard")}
+    shape = {name: getattr(options, name) for name in SHAPE}
     return [{"arm": arm, **shape, **row} for row in rows]
 
 

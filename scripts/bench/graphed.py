@@ -321,6 +321,8 @@ class Arm:
         self.steps(self.replayed, 3)
         if self.fused is not None and self.fused.why_torch is not None:
             raise RuntimeError(f"torch's kernels took the last step: {self.fused.why_torch}")
+        gc.collect()
+        between = torch.cuda.memory_allocated() / 2**30
         # The allocator sees a captured step once, when it is captured.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -329,7 +331,10 @@ class Arm:
         found["replayed"].append(self.steps(self.replayed, count))
         memory["replayed"] = peaks()
         if self.replayed.how != "replayed":
-            raise RuntimeError(f"the last step was {self.replayed.how}: {self.replayed.why_launched}")
+            raise RuntimeError(
+                f"the last step was {self.replayed.how}, with {between:.1f} GiB between two steps: "
+                f"{self.replayed.why_launched}"
+            )
         for _ in range(ROUNDS - 1):
             for how, step in arms.items():
                 if how not in profiles:
@@ -338,7 +343,15 @@ class Arm:
             if how not in profiles:
                 profiles[how] = self.profiled(step)
         return [
-            {"how": how, **summary(found[how]), **profiles[how], **memory[how], "s": took} for how in arms
+            {
+                "how": how,
+                **summary(found[how]),
+                **profiles[how],
+                **memory[how],
+                "between_gib": between,
+                "s": took,
+            }
+            for how in arms
         ]
 
     def profiled(self, step: Any, count: int = 2) -> dict[str, Any]:
@@ -489,13 +502,7 @@ def parsed() -> argparse.Namespace:
 def rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Figures of one arm, or why it failed."""
     torch._dynamo.reset()
-    try:
-        run = Arm(arm, options, device)
-        rows = run.compared(options.steps, launched=options.launched, apart=options.apart)
-        run.replayed.close()
-        del run
-    except Exception as error:
-        rows = [{"how": "failed", "error": f"{type(error).__name__}: {error}"[:600]}]
+    rows = _rows_of(arm, options, device)
     gc.collect()
     torch.cuda.empty_cache()
     tokens = options.tokens * options.sequences * options.accumulate / options.tp
@@ -504,6 +511,17 @@ def rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list
             row["tokens_per_second"] = 1e3 * tokens / row["loop_ms"]
     shape = {name: getattr(options, name) for name in SHAPE}
     return [{"arm": arm, **shape, **row} for row in rows]
+
+
+def _rows_of(arm: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    # In a function of its own, whose frame an error would keep, and with it the arm's memory.
+    try:
+        run = Arm(arm, options, device)
+        rows = run.compared(options.steps, launched=options.launched, apart=options.apart)
+        run.replayed.close()
+    except Exception as error:
+        return [{"how": "failed", "error": f"{type(error).__name__}: {error}"[:600]}]
+    return rows
 
 
 def main() -> None:

@@ -62,7 +62,10 @@ ATTENTION = {
     "tensorwise+attention_in_float8": "`tensorwise`, attention in float8",
     "tensorwise+attention_forward_in_float8": "`tensorwise`, attention's forward pass in float8",
 }
-SMALL = {name: NAMES[name] for name in (HALVES, "tensorwise")}
+SMALL = {
+    "tensorwise": NAMES["tensorwise"],
+    "tensorwise+bf16_end": "`tensorwise`, the last tenth of its own steps in bf16",
+}
 FORWARDS = {
     "x and w": "x and w, one scale per tensor",
     "x": "x alone",

@@ -39,11 +39,13 @@ class Seam:
             calls ``grouped_linear``, or a method ``_grouped_mm`` that multiplies.
         weights: names of the weights; None for all of its parameters of three dimensions.
         transposed: whether they are stored as (E, K, N).
+        is_gated: whether the first weight is gate and up, and transformers' own gate is between it and the second.
     """
 
     forward: Forward | None = None
     weights: tuple[str, ...] | None = None
     transposed: bool = False
+    is_gated: bool = False
 
     def weights_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """The names of a module's weights, and whether each is stored transposed."""
@@ -103,7 +105,10 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
     stacked = bool(_stacked(module))
     if stacked and all(hasattr(module, name) for name in _OF_TRANSFORMERS):
         weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-        return Seam(routed, weights, transposed=bool(module.is_transposed))
+        # Not in ``routed``: under torch.compile no function has a __qualname__ to compare.
+        gate = getattr(type(module), "_apply_gate", None)
+        is_gated = bool(module.has_gate) and getattr(gate, "__qualname__", "") == "_default_apply_gate"
+        return Seam(routed, weights, bool(module.is_transposed), is_gated)
     # torchtitan's experts, and others with such a method.
     if stacked and callable(getattr(module, "_grouped_mm", None)):
         return Seam()
@@ -211,15 +216,13 @@ class _ByToken(torch.autograd.Function):
 def _is_swiglu(module: Any) -> bool:
     """Return whether experts of transformers have its own gate, with SiLU, and nothing looks at what is between."""
     act: Any = getattr(module, "act_fn", None)
-    gate = getattr(type(module), "_apply_gate", None)
     return (
-        module.has_gate
+        module._f8sub.seam.is_gated
         and not module.has_bias
         and f"{type(act).__module__}.{type(act).__name__}" in _SILU
         and not (
             act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks
         )
-        and getattr(gate, "__qualname__", "") == "_default_apply_gate"
         and "_apply_gate" not in vars(module)
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import f8sub
@@ -186,8 +187,6 @@ def test_a_repeated_forward_is_the_first_one():
 @pytest.mark.parametrize("recipe", long_but(["tensorwise", "blockwise"], FUSED))
 def test_compiled_it_is_one_graph_without_swiglu(recipe, together):
     """SwiGLU is inside of the casts, which are nodes; both gradients with scales of groups are cast by one."""
-    from torch._dynamo.backends.common import aot_autograd
-
     seen: list[str] = []
 
     def collect(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
@@ -334,8 +333,8 @@ def first_half(self: nn.Module, both: torch.Tensor) -> torch.Tensor:
     return both.chunk(2, -1)[0]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change):
+def changed_experts(change: str) -> nn.Module:
+    """Converted experts of transformers, of which something is another way."""
     model = of_transformers("qwen3_moe")
     plain = experts_of(model)[0]
     if change == "hook":
@@ -348,8 +347,12 @@ def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change)
         plain.__class__ = type("Gated", (type(plain),), {"_apply_gate": first_half})
     elif change == "gate of one module":
         plain._apply_gate = types.MethodType(first_half, plain)
-    model = f8sub.convert_to_float8(model, experts=True)
-    found = experts_of(model)[0]
+    return experts_of(f8sub.convert_to_float8(model, experts=True))[0]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change):
+    found = changed_experts(change)
     names: set[str] = set()
     x = gaussian((8, 32), generator(1)).bfloat16().requires_grad_()
     chosen = torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5).bfloat16()
@@ -360,6 +363,24 @@ def test_experts_of_transformers_run_as_one_layer_where_theirs_is_swiglu(change)
         node += [before for before, _ in last.next_functions if before is not None]
     assert ("GatedMatmulBackward" in names) == (change == "none")
     assert ("GroupedMatmulBackward" in names) == (change != "none")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("change", long_but(["none"], CHANGES))
+def test_compiled_they_do_so_too(change):
+    """What eager code asks of a function, such as its name, traced code may answer otherwise."""
+    seen: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+    x = gaussian((8, 32), generator(1)).bfloat16().requires_grad_()
+    chosen = torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5).bfloat16()
+    torch.compile(changed_experts(change), backend=backend)(x, *chosen).sum().backward()
+    assert seen.count("f8sub.quantize_gated.default") == (2 if change == "none" else 0)
+    assert seen.count("f8sub.quantize_groups.default") == (2 if change == "none" else 4)
 
 
 def test_gradients_of_tokens_are_read_by_their_place():

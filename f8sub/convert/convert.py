@@ -33,7 +33,7 @@ from f8sub.convert.swiglu_input import round_to_float8
 from f8sub.delayed.histories import DelayedHistories, DelayedLayers, share_histories_hook
 from f8sub.errors import Float8ConfigError, refuse_other_than_a_module
 from f8sub.experts.module import StoredTransposed, revert_experts
-from f8sub.experts.seams import EXPERTS, refuse_unknown_experts
+from f8sub.experts.seams import AUTO_EXCHANGED, EXPERTS, refuse_unknown_experts
 from f8sub.kernels.gemm.select import Plan
 from f8sub.linear.float8_linear import WEIGHT, Float8Linear, LinearState
 from f8sub.linear.saved_input import AUTO
@@ -108,9 +108,10 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
         primary_weights: the weights themselves become float8, 1 byte per element, and their high-precision values the
             masters of ``f8sub.optim.MasterWeights(optimizer)``, once that is constructed.
         experts: "auto" converts experts of mixtures that are predicted to be 1.1 times as fast in float8 or more: those
-            of transformers and torchtitan, and what ``register_experts`` was given. The report says which stay in high
-            precision, and why. True converts all that can be, False none. ``skip``, recipes by patterns and filter
-            functions hold for them; ``min_dim`` and ``keep_x`` are of linear layers.
+            of transformers and torchtitan, and what ``register_experts`` was given. In a job of several ranks FSDP2 is
+            taken to gather them; "auto_expert_parallel" is for experts on GPUs of their own, and asks for 1.25. The
+            report says which stay in high precision, and why. True converts all that can be, False none. ``skip``,
+            recipes by patterns and filter functions hold for them; ``min_dim`` and ``keep_x`` are of linear layers.
         tokens: of one forward, on all GPUs that share experts. Without it "auto" converts experts that gain with 2,048
             tokens each or fewer; the report says how many they need, and the first forward warns where it has fewer.
         keep_x: what is saved of x, one of ``KEEP_X``, see ``f8sub.convert.keep_x``; or a mapping from patterns to it.
@@ -148,6 +149,10 @@ def convert_to_float8(  # noqa: PLR0913  (what is converted, to what, and how)
     return _convert_selected(model, selection, backend, strict, gathered is not False, of_features)
 
 
+def _has_other_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 def _one_of(name: str, given: Any, other: Mapping[str, Any]) -> Any:
     """Return an option's value, or its alias's; None where neither was given, Float8ConfigError where they differ."""
     alias = next(alias for alias, of in ALIASES.items() if of == name)
@@ -175,6 +180,9 @@ def _convert_selected(
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     reasons = selection.reasons(modules, linears)
+    # FSDP2 shards the model later, so that it is taken to be what other ranks are for.
+    of_features["exchanged"] = of_features["experts"] == AUTO_EXCHANGED
+    of_features["gathered"] = float8_all_gather and not of_features["exchanged"] and _has_other_ranks()
     choice = ExpertsChoice(modules, of_features, backend)
     of_experts = choice.reasons(selection)
     asked = reasons | of_experts

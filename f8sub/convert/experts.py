@@ -12,7 +12,7 @@ from f8sub.convert.selection import ALREADY, Selection, experts_of, why_not_expe
 from f8sub.estimator.experts import ExpertGain, Gains, why_left
 from f8sub.experts.grouped_linear import NeededTokens
 from f8sub.experts.module import ExpertsState, float8_class
-from f8sub.experts.seams import AUTO_EXPERTS, seam_of
+from f8sub.experts.seams import AUTO, seam_of
 from f8sub.kernels.gemm.select import FAST_OF_GROUPS, Plan
 from f8sub.recipe import Recipe
 from f8sub.weights.conversion import Conversion
@@ -27,7 +27,8 @@ class ExpertsChoice:
 
     Args:
         modules: all of the model, by name.
-        options: ``experts``, ``tokens`` and ``primary_weights`` of ``convert_to_float8``.
+        options: ``experts``, ``tokens`` and ``primary_weights`` of ``convert_to_float8``; ``gathered``: whether FSDP2
+            is taken to gather weights as float8 data; ``exchanged``: whether tokens travel to experts.
         backend: as ``convert_to_float8`` takes it.
     """
 
@@ -39,12 +40,12 @@ class ExpertsChoice:
 
     @functools.cached_property
     def _gains(self) -> Gains:
-        return Gains(None, self._options["tokens"])
+        return Gains.of_options(self._options)
 
     def reasons(self, selection: Selection) -> dict[str, str | None]:
         """Return ``Selection.reasons`` of all modules of experts."""
         modules, experts = experts_of(self._modules), self._options["experts"]
-        if experts == AUTO_EXPERTS:
+        if experts in AUTO:
             return {fqn: self._why_not(module, fqn, selection) for fqn, module in modules.items()}
         for fqn, module in modules.items():
             if experts and not is_converted(module) and (recipe := selection.recipes.of(fqn)) is not None:
@@ -96,12 +97,15 @@ class ExpertsChoice:
         return Plan.make(recipe, torch.device(device.type), self._backend, grouped=True)
 
     def _needed(self, fqn: str, recipe: Recipe) -> NeededTokens | None:
-        """Return how many tokens per expert a module needs; None where a number that is known was enough."""
+        """Return how many tokens per expert a module needs; None where what is known was enough."""
         gain = self.gain(fqn, recipe)
-        if gain.tokens is not None or gain.enough is None or gain.enough_gathered is None:
+        is_known = gain.tokens is not None
+        # Whether FSDP2 gathers the weights is not known before the first forward.
+        if gain.enough_gathered is None or (not gain.gathered and (is_known or gain.enough is None)):
             return None
         if gain not in self._needs:
-            self._needs[gain] = NeededTokens.of(gain.recipe, gain.gpu, gain.enough, gain.enough_gathered)
+            enough = gain.enough, gain.enough_gathered
+            self._needs[gain] = NeededTokens.of(gain.recipe, gain.gpu, *enough, is_known=is_known)
         return self._needs[gain]
 
     def planned(self, fqn: str, recipe: Recipe, gathered: bool) -> Callable[[Conversion], None]:
@@ -116,7 +120,7 @@ class ExpertsChoice:
             Float8ConfigError: see ``plan``.
         """
         module, plan = self._modules[fqn], self.plan(fqn, recipe)
-        needed = self._needed(fqn, recipe) if self._options["experts"] == AUTO_EXPERTS else None
+        needed = self._needed(fqn, recipe) if self._options["experts"] in AUTO else None
 
         def convert(conversion: Conversion) -> None:
             if (seam := seam_of(module)) is None:

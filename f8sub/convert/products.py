@@ -159,6 +159,9 @@ HEAD_SIZE = 128
 """Features of an attention head where a module does not tell: those of Llama 3, whose attention was timed."""
 
 
+RESULT, GRADIENTS = "result", "gradients"
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """Describes a weight, and how much multiplies by it.
@@ -177,6 +180,8 @@ class Product:
         experts: how many (N, K) matrices the weight has, each for tokens of its own; 0 of a layer.
         transposed: whether such a weight is stored as (experts, K, N).
         frozen: whether it takes no gradient, while others do.
+        swiglu: ``RESULT`` where the cast of its x computes SwiGLU, ``GRADIENTS`` where that of its dy computes
+            SwiGLU's gradients; empty for neither.
     """
 
     fqn: str
@@ -192,6 +197,7 @@ class Product:
     experts: int = 0
     transposed: bool = False
     frozen: bool = False
+    swiglu: str = ""
 
     @property
     def module(self) -> str:
@@ -330,6 +336,8 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
         reason: why it is not converted; None where it is.
     """
     module = model.get_submodule(fqn)
+    seam = seam_of(module)
+    down = None if seam is None else seam.down
     found: list[Product] = []
     first: dict[tuple[str, ...], str] = {}
     for full, name, weight, groups, transposed in products_of(module, fqn):
@@ -346,7 +354,18 @@ def expert_products(model: torch.nn.Module, fqn: str, reason: str | None) -> lis
         sizes = rows, cols, uses, weight.numel()
         places = reason, reads, False, block_of(full)
         frozen = are_frozen(model, parameters_of(module, name))
-        found.append(Product(full, *sizes, *places, experts=experts, transposed=transposed, frozen=frozen))
+        swiglu = "" if down is None else RESULT if name == down else GRADIENTS
+        found.append(
+            Product(
+                full,
+                *sizes,
+                *places,
+                experts=experts,
+                transposed=transposed,
+                frozen=frozen,
+                swiglu=swiglu,
+            )
+        )
     return found
 
 

@@ -508,7 +508,7 @@ def told_of_experts(model: torch.nn.Module, tokens: int | None) -> Iterator[str]
     first = next(filter(is_converted, modules.values()), None)
     other: Recipe = get_recipe(DEFAULT) if first is None else first._f8sub.plan.recipe
     options = {} if first is None else first._f8sub.conversion.options
-    gains, seen = Gains(None, tokens or options.get("tokens")), set()
+    gains, seen = Gains.of_options(options, tokens), set()
     for fqn, module in modules.items():
         if seam_of(module) is None or not (products := expert_products(model, fqn, None)):
             continue

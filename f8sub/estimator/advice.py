@@ -184,7 +184,8 @@ def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> I
         ]
         yield (
             f"Experts have {share:.0%} of the FLOPs and {'are in float8' if converted else 'stay in bf16'} ({kind}): "
-            f"{gain_of(modules[0], recipe, cluster.gpu, run.tokens)}. A step is {steps[0]:.2f} times as fast as bf16's "
+            f"{gain_of(modules[0], recipe, cluster.gpu, run.tokens, gathered=cluster.gpus > 1)}. "
+            f"A step is {steps[0]:.2f} times as fast as bf16's "
             f"with these experts in float8, {steps[1]:.2f} times without."
         )
 

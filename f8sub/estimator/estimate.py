@@ -109,14 +109,14 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
     kinds = alike(shapes.products)
     clusters = [_cluster_of(gpu, run) for gpu in found]
     predictions = tuple(
-        _predict(_decided(shapes, recipe, cluster.gpu, tokens), kinds, recipe, cluster, run)
+        _predict(_decided(shapes, recipe, cluster, tokens), kinds, recipe, cluster, run)
         for cluster in clusters
         for recipe in chosen
     )
     # Advice and the figures of layers are for the first GPU.
     best = recommended(chosen, [each for each in predictions if each.gpu == found[0].name])
     # The page shows experts as the recommended recipe has them.
-    shapes = _decided(shapes, best or chosen[0], found[0], tokens)
+    shapes = _decided(shapes, best or chosen[0], clusters[0], tokens)
     adapters = adapters_of(model, shapes)
     policies = tuple(_policy(shapes, best, clusters[0], run, name, adapters) for name in CHECKPOINTS)
     own = tuple(each for each in predictions if each.gpu == found[0].name)
@@ -242,12 +242,12 @@ def _groups(shapes: Shapes, kinds: Kinds) -> tuple[LayerGroup, ...]:
     )
 
 
-def _decided(shapes: Shapes, recipe: Recipe, gpu: Gpu, tokens: float) -> Shapes:
+def _decided(shapes: Shapes, recipe: Recipe, cluster: Cluster, tokens: float) -> Shapes:
     """Return ``shapes`` as ``experts="auto"`` decides with so many tokens in one forward; else unchanged."""
     if not shapes.undecided:
         return shapes
     left: dict[str, str] = {}
-    gains = Gains(gpu, tokens)
+    gains = Gains(cluster.gpu, tokens, gathered=cluster.gpus > 1)
     for module, products in shapes.experts_by_module.items():
         if products[0].reason is None and not (gain := gains.of(products, recipe)).gains:
             left[module] = why_left(gain)
@@ -359,7 +359,7 @@ def estimate_step(  # noqa: PLR0913  (a model, a cluster, and how it is trained)
     model = _named_or_given(model)
     chosen = get_recipe(recipe)
     shapes = shapes_of(model, [skip] if isinstance(skip, str) else skip, experts)
-    shapes = _decided(shapes, chosen, kind, tokens)
+    shapes = _decided(shapes, chosen, clusters[0], tokens)
     if not shapes.blocks:
         raise Float8ConfigError("the model has no numbered blocks, which fully_shard gathers in turn")
     run = Run(tokens, sequence, clusters[0].shards, replicas, checkpoint)

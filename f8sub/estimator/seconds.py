@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from f8sub.convert.products import HEAD_SIZE, Product, Shapes
+from f8sub.convert.products import GRADIENTS, HEAD_SIZE, RESULT, Product, Shapes
 from f8sub.estimator.gpus import (
     FP4,
     H200,
@@ -208,6 +208,15 @@ PRIOR = Cast((4, 0.88, 1), (3, 0.88, 1), (3, 0.88, 1))
 PLAIN = CASTS[MX]
 """Of experts' tokens with such scales, which no kernel casts: not measured, so taken as slow as other plain casts."""
 
+SWIGLU = {WHOLE: (0.75, 0.78), ROWS: (0.65, 0.57), VECTORS: (0.85, 0.74)}
+"""Shares of a copy's speed of casts that compute SwiGLU, then of those that compute its gradients, by tiles.
+
+Source: docs/measurements/experts.md, "The casts alone".
+"""
+
+SWIGLU_WIDTH = 128
+"""Divides the experts' inner width where the casts compute SwiGLU."""
+
 DERIVED, TRANSPOSED = {ROWS: (3, 0.67, 2)}, (2, 0.83, 1)
 """The same of gathered codes that become columnwise: those that are re-scaled, and others. Source: there, the two rows
 "gathered codes to the columnwise usage"."""
@@ -314,15 +323,38 @@ def linear_seconds(
         x_col = dy_col = None
     casts = 0.0
     # Siblings share the cast of their x: the first one pays.
-    if not product.shares_x:
+    is_fused = own is None and _computes_swiglu(product)
+    if is_fused and product.swiglu == RESULT and (share := _shares(x_row, x_col)) is not None:
+        # Six bytes with SwiGLU's own, of which the cast costs what it is slower than a copy.
+        casts += 6 * _lost(rows * k, share[0], gpu) * (1 if run.checkpoint == NONE else 2)
+    elif not product.shares_x:
         casts += _cast(x_row, x_col, rows * k, gpu, own)
         # Backward of a checkpointed block casts x again, rowwise only if it repeats fprop.
         if run.checkpoint != NONE:
             casts += _cast(x_row if repeated else None, x_col, rows * k, gpu, own)
-    casts += _cast(dy_row, dy_col, rows * n, gpu, own)
+    if is_fused and product.swiglu == GRADIENTS and (share := _shares(dy_row, dy_col)) is not None:
+        # Ten bytes of an element of SwiGLU's result, which has two gradients.
+        casts += 5 * _lost(rows * n, share[1], gpu)
+    else:
+        casts += _cast(dy_row, dy_col, rows * n, gpu, own)
     gathered = gathered and wire_format(product, used) is not None
     casts += _weight_casts(used, product.elements, gpu, prior, gathered)
     return Seconds(gemms, casts)
+
+
+def _computes_swiglu(product: Product) -> bool:
+    inner = product.cols if product.swiglu == RESULT else product.rows
+    return bool(product.swiglu) and inner % SWIGLU_WIDTH == 0
+
+
+def _shares(row: Float8Format | None, col: Float8Format | None) -> tuple[float, float] | None:
+    format = row or col
+    return None if format is None else SWIGLU.get(kind_of_tiles(format))
+
+
+def _lost(elements: float, share: float, gpu: Gpu) -> float:
+    """Return the seconds that a byte of each element takes longer than in a copy."""
+    return elements / gpu.copy * (1 / share - 1)
 
 
 def _gemms(product: Product, recipe: Recipe | None, rows: float, gpu: Gpu) -> tuple[float, float, float]:

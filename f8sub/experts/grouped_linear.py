@@ -87,24 +87,31 @@ class NeededTokens(NamedTuple):
         number: that of the conversion's kind of experts, whose first forward alone is compared.
         recipe: its name.
         gpu: the name of the GPU that the numbers are for.
-        enough: tokens per expert from which float8 gains.
+        enough: tokens per expert from which float8 gains; None where no number is enough.
         enough_gathered: the same where FSDP2 gathers float8 data.
+        is_known: whether the conversion knew the tokens, so that these gain if the weights are gathered.
     """
 
     number: int
     recipe: str
     gpu: str
-    enough: int
+    enough: int | None
     enough_gathered: int
+    is_known: bool
 
     @classmethod
-    def of(cls, recipe: str, gpu: str, enough: int, enough_gathered: int) -> "NeededTokens":
+    def of(
+        cls, recipe: str, gpu: str, enough: int | None, enough_gathered: int, *, is_known: bool
+    ) -> "NeededTokens":
         """Return those of another kind of experts."""
-        return cls(next(_numbers), recipe, gpu, enough, enough_gathered)
+        return cls(next(_numbers), recipe, gpu, enough, enough_gathered, is_known)
 
     def __str__(self) -> str:
+        gathered = f"{self.enough_gathered:,}"
+        if self.enough is None:
+            return f"gains from {gathered} tokens per expert where FSDP2 gathers float8 data ({self.gpu})"
         return (
-            f"gains from {self.enough:,} tokens per expert, {self.enough_gathered:,} where FSDP2 gathers float8 data "
+            f"gains from {self.enough:,} tokens per expert, {gathered} where FSDP2 gathers float8 data "
             f"({self.gpu})"
         )
 
@@ -117,11 +124,15 @@ class NeededTokens(NamedTuple):
         """
         if not torch.is_grad_enabled():
             return
-        experts = weight.shape[0]
-        needed = self.enough_gathered if isinstance(weight, Float8Tensor) else self.enough
+        experts, is_gathered = weight.shape[0], isinstance(weight, Float8Tensor)
+        if is_gathered and self.is_known:
+            return
+        needed = self.enough_gathered if is_gathered else self.enough
         if not torch.compiler.is_compiling():
             _first(self.number, self.recipe, self.gpu, needed, len(x) / max(1, experts))
-        elif torch.fx.experimental.symbolic_shapes.statically_known_true(x.shape[0] < needed * experts):
+        elif needed is None or torch.fx.experimental.symbolic_shapes.statically_known_true(
+            x.shape[0] < needed * experts
+        ):
             # Traced code cannot look at a number of tokens that changes.
             _first(self.number, self.recipe, self.gpu, needed, x.shape[0] / experts)
 
@@ -131,15 +142,17 @@ _compared: set[int] = set()
 
 
 @constant_result
-def _first(number: int, recipe: str, gpu: str, needed: int, tokens: float) -> None:
+def _first(number: int, recipe: str, gpu: str, needed: int | None, tokens: float) -> None:
     if number in _compared:
         return
     _compared.add(number)
-    if tokens < needed:
+    if needed is None or tokens < needed:
+        gains = f"from {needed:,} on" if needed is not None else "where FSDP2 gathers its weights in float8"
         warnings.warn(
-            f"experts have {tokens:,.0f} tokens each in this forward, and {recipe} gains from {needed:,} on ({gpu}), "
+            f"experts have {tokens:,.0f} tokens each in this forward, and {recipe} gains {gains} ({gpu}), "
             "so they may be slower than in bf16: give a GPU more tokens, or convert with experts=False; with tokens=, "
-            "of one forward, experts='auto' decides by itself",
+            "of one forward, experts='auto' decides by itself, and with experts='auto_expert_parallel' for weights "
+            "that FSDP2 does not gather",
             Float8Warning,
             stacklevel=2,
         )

@@ -19,7 +19,7 @@ from f8sub.experts.grouped_linear import (
     rowwise_of_experts,
     running,
 )
-from f8sub.experts.seams import AUTO_EXPERTS, Seam
+from f8sub.experts.seams import AUTO, Seam
 from f8sub.formats import Float8Format
 from f8sub.kernels.grouped.operands import ExpertWeights, stored_format
 from f8sub.linear.converted import ConvertedModule, LayerState
@@ -33,7 +33,8 @@ class ExpertsState(LayerState):
 
     Attributes:
         seam: where its class multiplies.
-        needed: what its first forward is compared with; None where the conversion knew the tokens, or was asked for.
+        needed: what its first forward is compared with; None where the conversion knew all that decides, or was asked
+            for.
     """
 
     __slots__ = ("needed", "seam")
@@ -69,7 +70,7 @@ class ExpertsState(LayerState):
     def how(self, module: torch.nn.Module) -> str:
         """Return also how many tokens it needs, where the conversion did not know how many there are."""
         how = super().how(module)
-        return how if self.needed is None else f"{how}, {self.needed}"
+        return how if self.needed is None or self.needed.is_known else f"{how}, {self.needed}"
 
     @override
     def enter_weights(self, module: torch.nn.Module) -> None:
@@ -113,7 +114,7 @@ def _run(module: Float8Experts, forward: Callable[..., Any], args: Any, kwargs: 
             "multiplies in high precision though it was converted: call that in place of torch's grouped product, "
             "or leave the module out with skip="
         )
-        if module._f8sub.conversion.options["experts"] != AUTO_EXPERTS:
+        if module._f8sub.conversion.options["experts"] not in AUTO:
             raise Float8ConfigError(message)
         # Nobody asked for these experts, so the training goes on.
         warnings.warn(message, Float8Warning, stacklevel=2)

@@ -12,17 +12,20 @@ from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_p
 from f8sub.torch_compat import apply
 from f8sub.weights.weight import MADE_OF, is_converted, own_parameter
 
-AUTO_EXPERTS = "auto"
-"""The value of ``experts`` that converts those which gain."""
+AUTO_EXPERTS, AUTO_EXCHANGED = "auto", "auto_expert_parallel"
+"""The values of ``experts`` that convert those which gain; the second where each GPU has experts of its own."""
+AUTO = AUTO_EXPERTS, AUTO_EXCHANGED
 
 EXPERTS: bool | str = AUTO_EXPERTS
 """The default of ``experts``. docs/experts.md says it, docs/api.md by ``python scripts/tables/api.py --write-docs``."""
 
 
 def refuse_unknown_experts(experts: Any, tokens: Any) -> None:
-    """Raise Float8ConfigError where ``experts`` is no bool and not "auto", or ``tokens`` no count and not None."""
-    if experts not in (True, False, AUTO_EXPERTS):
-        raise Float8ConfigError(f"experts is True, False or {AUTO_EXPERTS!r}, got {experts!r}")
+    """Raise Float8ConfigError where ``experts`` is no bool and not in ``AUTO``, or ``tokens`` no count and not None."""
+    if experts not in (True, False, *AUTO):
+        raise Float8ConfigError(
+            f"experts is True, False, {AUTO_EXPERTS!r} or {AUTO_EXCHANGED!r}, got {experts!r}"
+        )
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise Float8ConfigError(f"tokens is how many one forward has, or None, got {tokens!r}")
 
@@ -39,13 +42,13 @@ class Seam:
             calls ``grouped_linear``, or a method ``_grouped_mm`` that multiplies.
         weights: names of the weights; None for all of its parameters of three dimensions.
         transposed: whether they are stored as (E, K, N).
-        is_gated: whether the first weight is gate and up, and transformers' own gate is between it and the second.
+        down: name of the weight that multiplies SwiGLU's result, where ``grouped_swiglu`` multiplies; else None.
     """
 
     forward: Forward | None = None
     weights: tuple[str, ...] | None = None
     transposed: bool = False
-    is_gated: bool = False
+    down: str | None = None
 
     def weights_of(self, module: torch.nn.Module) -> dict[str, bool]:
         """The names of a module's weights, and whether each is stored transposed."""
@@ -71,6 +74,7 @@ def register_experts(
     weights: str | Collection[str] | None = None,
     transposed: bool = False,
     forward: Forward | None = None,
+    down: str | None = None,
 ) -> None:
     """Have ``convert_to_float8`` convert modules of a class, and of its subclasses, by its option ``experts``.
 
@@ -84,14 +88,18 @@ def register_experts(
         transposed: whether they are stored as (E, K, N) and handed to ``grouped_linear`` with ``transposed=True``.
         forward: runs in place of the class's own, with the module as the first argument; a subclass with a forward of
             its own keeps that. None for the class's.
+        down: name of the third weight of ``grouped_swiglu``, where the forward calls that: ``experts="auto"`` then
+            counts what SwiGLU in the casts saves.
 
     Raises:
-        Float8ConfigError: no class of modules.
+        Float8ConfigError: no class of modules, or ``down`` is none of ``weights``.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise Float8ConfigError(f"register_experts takes a class of modules, got {cls!r}")
     names = (weights,) if isinstance(weights, str) else weights
-    _registered[cls] = Seam(forward, None if names is None else tuple(names), transposed)
+    if down is not None and names is not None and down not in names:
+        raise Float8ConfigError(f"register_experts: down={down!r} is none of weights={tuple(names)!r}")
+    _registered[cls] = Seam(forward, None if names is None else tuple(names), transposed, down)
 
 
 def seam_of(module: torch.nn.Module) -> Seam | None:
@@ -107,8 +115,13 @@ def seam_of(module: torch.nn.Module) -> Seam | None:
         weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         # Not in ``routed``: under torch.compile no function has a __qualname__ to compare.
         gate = getattr(type(module), "_apply_gate", None)
-        is_gated = bool(module.has_gate) and getattr(gate, "__qualname__", "") == "_default_apply_gate"
-        return Seam(routed, weights, bool(module.is_transposed), is_gated)
+        is_gated = (
+            module.has_gate
+            and not module.has_bias
+            and getattr(gate, "__qualname__", "") == "_default_apply_gate"
+            and _is_silu(getattr(module, "act_fn", None))
+        )
+        return Seam(routed, weights, bool(module.is_transposed), weights[1] if is_gated else None)
     # torchtitan's experts, and others with such a method.
     if stacked and callable(getattr(module, "_grouped_mm", None)):
         return Seam()
@@ -215,16 +228,16 @@ class _ByToken(torch.autograd.Function):
 
 def _is_swiglu(module: Any) -> bool:
     """Return whether experts of transformers have its own gate, with SiLU, and nothing looks at what is between."""
-    act: Any = getattr(module, "act_fn", None)
-    return (
-        module._f8sub.seam.is_gated
-        and not module.has_bias
-        and f"{type(act).__module__}.{type(act).__name__}" in _SILU
-        and not (
-            act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks
-        )
-        and "_apply_gate" not in vars(module)
+    if module._f8sub.seam.down is None or "_apply_gate" in vars(module) or not _is_silu(module.act_fn):
+        return False
+    act = module.act_fn
+    return not (
+        act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks
     )
+
+
+def _is_silu(act: Any) -> bool:
+    return f"{type(act).__module__}.{type(act).__name__}" in _SILU
 
 
 _SILU = "torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"

@@ -14,7 +14,7 @@ from f8sub.diagnostics.report import conversion_report
 from f8sub.errors import Float8ConfigError
 from f8sub.integrations.torchtitan.experts import register_grouped_experts
 from f8sub.integrations.torchtitan.hooks import attach
-from f8sub.integrations.torchtitan.options import Options, convert, tokens_of
+from f8sub.integrations.torchtitan.options import NOT_KNOWN, JobTokens, Options, convert, tokens_of
 from f8sub.linear.float8_linear import Float8Linear
 
 __all__ = ["in_float8", "like", "then"]
@@ -33,7 +33,7 @@ def like(option: dataclasses.Field[Any]) -> Any:
     return dataclasses.field(default=option.default)
 
 
-def in_float8(model_config: Any, options: Options, tokens: int | None = None) -> Any:
+def in_float8(model_config: Any, options: Options, tokens: JobTokens = NOT_KNOWN) -> Any:
     """Have ``model_config`` build its model in float8, in place; one that does so already takes the new options.
 
     The layers are converted when the model is built, all together, by ``f8sub.convert_to_float8``: the config tree
@@ -42,7 +42,7 @@ def in_float8(model_config: Any, options: Options, tokens: int | None = None) ->
     Args:
         model_config: a model's.
         options: what was asked for.
-        tokens: ``tokens_of`` the job; None where the config is to learn it by ``update_from_config``.
+        tokens: ``tokens_of`` the job; none where the config is to learn it by ``update_from_config``.
     """
     if "float8" in vars(type(model_config)):
         # Take off what an earlier call put on; else the model would be converted twice.
@@ -91,7 +91,7 @@ def then(
     )
 
 
-def _converted(model: Any, options: Options, tokens: int | None) -> Any:
+def _converted(model: Any, options: Options, tokens: JobTokens) -> Any:
     register_grouped_experts()
     convert(model, options, _convertible(model), tokens)
     for module in model.modules():

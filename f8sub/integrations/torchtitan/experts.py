@@ -43,4 +43,6 @@ def register_grouped_experts() -> None:
         y = f8sub.grouped_swiglu(x.bfloat16(), module.w1_EFD, module.w3_EFD, module.w2_EDF, ends)
         return y.type_as(x)
 
-    f8sub.register_experts(moe.GroupedExperts, weights=("w1_EFD", "w2_EDF", "w3_EFD"), forward=forward)
+    f8sub.register_experts(
+        moe.GroupedExperts, weights=("w1_EFD", "w2_EDF", "w3_EFD"), forward=forward, down="w2_EDF"
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from f8sub.convert.products import kind_of
 from f8sub.convert.selection import MIN_DIM
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
-from f8sub.experts.seams import EXPERTS
+from f8sub.experts.seams import AUTO_EXCHANGED, AUTO_EXPERTS, EXPERTS
 from f8sub.integrations.one_line import (
     HIGH_PRECISION,
     attend_once,
@@ -78,7 +78,8 @@ class Options:
             FlexAttention of torchtitan 0.3's language models is an error. With ``emulate`` sequences of any length.
         emulate: exact GEMMs of plain PyTorch, on any device: the ``reference`` backend.
         keep_x: what is saved of x, see ``f8sub.convert_to_float8``; a mapping from glob patterns too.
-        experts: "auto" converts experts of mixtures that are predicted to gain; true all, false none.
+        experts: "auto" converts experts of mixtures that are predicted to gain, with expert parallelism as
+            "auto_expert_parallel" of ``f8sub.convert_to_float8``; true all, false none.
         tokens: of one forward, on all GPUs that share experts; None for those of the job's config, where it is known.
         monitor_every: an ``f8sub.Monitor`` measures one step of so many; 0 for none.
         monitor_file: its rows, as JSON lines; empty for numerics.jsonl in the job's dump folder (0.2) or outputs (0.3).
@@ -197,15 +198,30 @@ def _dtype_or_itself(value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else value
 
 
-def tokens_of(training: Any, parallelism: Any) -> int | None:
-    """Return the tokens of one forward on all GPUs that share experts, by the sections of a job's config.
+class JobTokens(NamedTuple):
+    """Holds the tokens of one forward on all GPUs that share experts.
+
+    Attributes:
+        number: how many; None where that is not known.
+        exchanged: whether GPUs have experts of their own, and tokens travel between them.
+    """
+
+    number: int | None = None
+    exchanged: bool = False
+
+
+NOT_KNOWN = JobTokens()
+
+
+def tokens_of(training: Any, parallelism: Any) -> JobTokens:
+    """Return the tokens by the sections of a job's config.
 
     Args:
         training: with the tokens of a data-parallel rank: ``local_batch_size`` and ``seq_len`` up to torchtitan 0.3.
         parallelism: with the degrees of each kind.
 
     Returns:
-        None for a config whose names are not known.
+        None as their number for a config whose names are not known.
     """
     try:
         if hasattr(training, "num_tokens_per_microbatch_per_dp_rank"):  # after 0.3
@@ -217,12 +233,12 @@ def tokens_of(training: Any, parallelism: Any) -> int | None:
         tokens //= parallelism.context_parallel_degree
         experts, tensors = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
     except AttributeError:
-        return None
+        return NOT_KNOWN
     if experts == 1:
-        return int(tokens)
+        return JobTokens(int(tokens))
     # Ranks of tensor parallelism divide the tokens, unless they divide each expert.
     whole = getattr(parallelism, "expert_tensor_parallel_degree", 1) > 1
-    return int(tokens * experts // (1 if whole else tensors))
+    return JobTokens(int(tokens * experts // (1 if whole else tensors)), exchanged=True)
 
 
 def _refuse_other_attention(model: torch.nn.Module, asked: str) -> None:
@@ -244,7 +260,7 @@ def convert(
     model: Model,
     options: Options,
     linear_classes: Mapping[type[torch.nn.Linear], Mapping[str, Any]],
-    tokens: int | None = None,
+    tokens: JobTokens = NOT_KNOWN,
 ) -> Model:
     """Convert a model that torchtitan just built, in place, before any parallelism.
 
@@ -269,6 +285,7 @@ def convert(
         )
     if options.attention != HIGH_PRECISION:
         _refuse_other_attention(model, options.attention)
+    experts = SPELLED.get(str(options.experts).lower(), options.experts)
     convert_to_float8(
         model,
         options.recipe,
@@ -280,8 +297,8 @@ def convert(
         float8_all_gather=options.enable_fsdp_float8_all_gather,
         backend="reference" if options.emulate else "auto",
         keep_x=options.keep_x,
-        experts=SPELLED.get(str(options.experts).lower(), options.experts),
-        tokens=tokens if options.tokens is None else options.tokens,
+        experts=AUTO_EXCHANGED if tokens.exchanged and experts == AUTO_EXPERTS else experts,
+        tokens=tokens.number if options.tokens is None else options.tokens,
     )
     attend_once(model, options.attention, emulated=options.emulate)
     # torchtitan compiles and shards the model later, and hands it back to nobody before it runs.

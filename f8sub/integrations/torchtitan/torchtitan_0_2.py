@@ -38,7 +38,7 @@ def register_grouped_experts(backend: str | None) -> None:
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         return f8sub.grouped_swiglu(x, module.w1, module.w3, module.w2, ends, act=gated).type_as(x)
 
-    f8sub.register_experts(GroupedExperts, weights=("w1", "w2", "w3"), forward=forward)
+    f8sub.register_experts(GroupedExperts, weights=("w1", "w2", "w3"), forward=forward, down="w2")
 
 
 __all__ = ["Float8ModelConverter", "JobConfig"]

@@ -7,7 +7,7 @@ from torchtitan.config.transform import ModelConfigTransform, apply_transforms
 from torchtitan.protocols.model import BaseModel
 
 from f8sub.integrations.torchtitan.built import in_float8
-from f8sub.integrations.torchtitan.options import Options, known, tokens_of
+from f8sub.integrations.torchtitan.options import NOT_KNOWN, Options, known, tokens_of
 
 __all__ = ["Float8Transform", "with_float8"]
 
@@ -27,7 +27,9 @@ class Float8Transform(Options, ModelConfigTransform):
     def transform(self, model: BaseModel.Config, *, context: Any = None) -> BaseModel.Config:
         """Have ``model`` build its model in float8, in place; one that does so already takes the new options."""
         known = context is not None and hasattr(context, "training")
-        return in_float8(model, self, tokens_of(context.training, context.parallelism) if known else None)
+        return in_float8(
+            model, self, tokens_of(context.training, context.parallelism) if known else NOT_KNOWN
+        )
 
 
 def with_float8(config: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import f8sub
 from f8sub.experts import seams
 from f8sub.experts.module import Float8Experts
 from f8sub.integrations.torchtitan.hooks import KEEP, set_policy
-from f8sub.integrations.torchtitan.options import Options, convert, known, tokens_of
+from f8sub.integrations.torchtitan.options import JobTokens, Options, convert, known, tokens_of
 from f8sub.weights.weight import is_converted
 from tests.counting import Float8Work
 from tests.data_sets import gaussian, generator
@@ -197,15 +197,17 @@ DEGREES = {f"{kind}_parallel_degree": 1 for kind in ("pipeline", "context", "ten
 )
 def test_tokens_that_share_experts(degrees, expected):
     parallelism = types.SimpleNamespace(**DEGREES | degrees)
-    assert tokens_of(types.SimpleNamespace(local_batch_size=4, seq_len=2048), parallelism) == expected
+    found = JobTokens(expected, exchanged="expert_parallel_degree" in degrees)
+    assert tokens_of(types.SimpleNamespace(local_batch_size=4, seq_len=2048), parallelism) == found
     if "pipeline_parallel_degree" not in degrees:
         after_0_3 = types.SimpleNamespace(num_tokens_per_microbatch_per_dp_rank=4 * 2048)
-        assert tokens_of(after_0_3, parallelism) == expected
+        assert tokens_of(after_0_3, parallelism) == found
 
 
 def test_a_config_of_other_names_has_no_tokens():
-    assert tokens_of(types.SimpleNamespace(batch=4), types.SimpleNamespace(**DEGREES)) is None
-    assert tokens_of(types.SimpleNamespace(local_batch_size=4, seq_len=2048), types.SimpleNamespace()) is None
+    assert tokens_of(types.SimpleNamespace(batch=4), types.SimpleNamespace(**DEGREES)) == JobTokens()
+    training = types.SimpleNamespace(local_batch_size=4, seq_len=2048)
+    assert tokens_of(training, types.SimpleNamespace()) == JobTokens()
 
 
 @alone
@@ -215,6 +217,8 @@ def test_a_config_of_other_names_has_no_tokens():
         (16, 1, {}, ""),
         (1, 1, {}, "with 128 tokens per expert"),
         (2, 8, {}, ""),
+        # 1.2 times as fast, which is enough without expert parallelism
+        (1, 11, {}, "with 1,408 tokens per expert"),
         (1, 1, {"tokens": 65536}, ""),
         (16, 1, {"experts": "false"}, "pass experts=True"),
         (None, 1, {}, "gains from"),

@@ -166,7 +166,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--dispatch", choices=DISPATCHES, default="standard", help="how tokens travel to experts"
     )
-    parser.add_argument("--attention", choices=("flex", "sdpa"), default="flex")
+    parser.add_argument("--attention", choices=("flex", "flex_flash", "varlen"), default="flex")
     parser.add_argument("--loss", choices=("chunked", "whole"), default="chunked")
     parser.add_argument("--ac", choices=CHECKPOINTS, default="selective")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)

@@ -101,7 +101,7 @@ def measured(trainer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Train, and return milliseconds of a step, by windows after the first ``skip`` steps, and memory."""
     ends: list[float] = []
     run: Callable[[Iterator[Any]], Any] = trainer.train_step
-    losses: list[float] = []
+    losses: list[Any] = []
     backward = trainer.forward_backward_step
 
     def remembered(**given: Any) -> Any:

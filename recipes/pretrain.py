@@ -20,6 +20,7 @@ torchrun passes a signal of its own on and then waits 30 s (``--shutdown-timeout
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -109,12 +110,48 @@ class Trainer:
 
     def __init__(self, settings: Settings, mesh: DeviceMesh, stop: StopRequest, title: str) -> None:
         self.settings = settings
+        self.mesh = mesh
         self.stop = stop
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.device = torch.device(mesh.device_type)
         self.tokenizer = load_tokenizer(settings.data.tokenizer)
         self.train_data = PackedSequences(settings, self.tokenizer, "train", self.rank, self.world_size)
-        self.model, report = build_model(settings, self.tokenizer.vocab_size, mesh)
+        folder = Path(settings.job.dump_folder)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            settings.checkpoint.keep_latest_k,
+            asynchronous=settings.checkpoint.async_mode == "async",
+        )
+        self.metrics = Metrics(settings, folder, self.rank, title)
+        # Eager, it writes the logits three times in float32.
+        self.cross_entropy = torch.compile(_cross_entropy) if settings.compile.enabled else _cross_entropy
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.training.dtype == "float16")
+        self.step = 0
+        self.running: Running | None = None
+        self.why_torch: str | None = None
+        self.stopping = False
+        self.monitor: f8sub.Monitor | None = None
+        self.replayed = Traffic()
+        self.resumes_from = self.checkpoint_to_resume()
+        ended = settings.float8_ended(Checkpoints.step_of(self.resumes_from))
+        report = self.build(settings.without_float8() if ended else settings)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.metrics.say(
+            f"{self.metrics.title}: {settings.model.size}, {parameters:,} parameters, {self.world_size} "
+            f"{'rank' if self.world_size == 1 else 'ranks'} on {self.device.type}, {report}"
+        )
+
+    def build(self, settings: Settings) -> str:
+        """Make the model, its optimizer and its step.
+
+        Args:
+            settings: This run's, or those of the run without float8.
+
+        Returns:
+            What ``build_model`` says of the model.
+        """
+        self.model_settings = settings
+        self.model, report = build_model(settings, self.tokenizer.vocab_size, self.mesh)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.optimizer.lr,
@@ -124,28 +161,10 @@ class Trainer:
             fused=True,  # by default torch takes sharded parameters one at a time, and the GPU waits for the host
         )
         self.fused = self.fused_step()
-        # Eager, it writes the logits three times in float32.
-        self.cross_entropy = torch.compile(_cross_entropy) if settings.compile.enabled else _cross_entropy
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.training.dtype == "float16")
-        folder = Path(settings.job.dump_folder)
-        self.checkpoints = Checkpoints(
-            folder / "checkpoints",
-            settings.checkpoint.keep_latest_k,
-            asynchronous=settings.checkpoint.async_mode == "async",
-        )
-        self.metrics = Metrics(settings, folder, self.rank, title)
-        self.step = 0
-        self.running: Running | None = None
-        self.why_torch: str | None = None
-        self.stopping = False
-        self.monitor: f8sub.Monitor | None = None
         self.graph = self.graphed_step()
-        self.replayed = Traffic()
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.metrics.say(
-            f"{title}: {settings.model.size}, {parameters:,} parameters, {self.world_size} "
-            f"{'rank' if self.world_size == 1 else 'ranks'} on {self.device.type}, {report}"
-        )
+        if self.settings.uses_float8 and not settings.uses_float8:
+            self.metrics.rename(f"{self.metrics.title} until step {self.settings.float8.until_step}")
+        return report
 
     def run(self) -> bool:
         """Train to the last step, or to a step at which some rank was asked to stop.
@@ -155,19 +174,21 @@ class Trainer:
         """
         settings = self.settings
         self.resume()
-        if settings.float8_recipe and self.graph is None:
+        if self.model_settings.float8_recipe and self.graph is None:
             f8sub.precompute_scales(self.model)
         prefer = f8sub.prefer_cudnn_attention if settings.model.attention == "auto" else nullcontext
         with prefer() as by_cudnn, self.metrics, count_traffic() as traffic:
             if by_cudnn:
                 self.metrics.say("Attention: cuDNN's kernels first.")
             self.metrics.open(self.step + 1)
-            if settings.float8_recipe and settings.float8.monitor_every:
+            if self.model_settings.float8_recipe and settings.float8.monitor_every:
                 self.monitor = f8sub.Monitor(
                     self.model, settings.float8.monitor_every, to=self.metrics.write_numerics
                 )
             self.since = Moment(self.device)
             while not self.ended:
+                if self.model_settings.uses_float8 and self.settings.float8_ended(self.step):
+                    self.leave_float8()
                 before, self.running = replace(traffic), self.train_step()
                 record = self.running.record
                 record |= self.traffic_of_step(traffic, before)
@@ -184,14 +205,46 @@ class Trainer:
                     self.since = Moment(self.device)
             self.read()
             self.checkpoints.wait()
-            if self.graph is not None:
-                self.graph.close()
-            if self.monitor is not None:
-                self.monitor.flush()
-                self.metrics.draw_numerics()
+            self.close()
             if self.step < settings.training.steps:
                 self.metrics.say(f"Stopped by a signal after step {self.step}.")
         return self.step >= settings.training.steps
+
+    def close(self) -> None:
+        """Free the graph, and write what the monitor has measured."""
+        if self.graph is not None:
+            self.graph.close()
+        if self.monitor is not None:
+            self.monitor.flush()
+            self.metrics.draw_numerics()
+
+    def leave_float8(self) -> None:
+        """Go on with a model without float8, as a run does that is resumed from here without it.
+
+        The old model is freed before the new one is allocated, but for its weights, which are copied, and the
+        optimizer's states, which the new optimizer takes over: 16 bytes per parameter at the peak, as many as weights,
+        states and gradients take in training.
+        """
+        self.read()
+        self.close()
+        names = [name for name, _ in self.model.named_parameters()]
+        states = [self.optimizer.state[parameter] for parameter in self.model.parameters()]
+        weights = get_model_state_dict(self.model)
+        del self.model, self.optimizer, self.fused, self.graph
+        self.monitor = None
+        gc.collect()
+        # The new model is compiled as in a process of its own.
+        torch.compiler.reset()
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            self.build(self.settings.without_float8())
+        # Float8 has amax histories of its own.
+        plain = get_model_state_dict(self.model).keys()
+        set_model_state_dict(self.model, {name: weights[name] for name in plain})
+        parameters = dict(self.model.named_parameters())
+        for name, state in zip(names, states, strict=True):
+            self.optimizer.state[parameters[name]] = state
+        self.metrics.say(f"From step {self.step + 1} on in {self.settings.training.dtype}.")
+        self.since = Moment(self.device)
 
     @property
     def ended(self) -> bool:
@@ -222,7 +275,7 @@ class Trainer:
         # The step before is read while this one runs, or the GPU would wait for the host to launch it. Its loss tells
         # more than the weights that it spoiled, which precompute_scales would name.
         self.read()
-        if self.settings.float8_recipe and self.graph is None:
+        if self.model_settings.float8_recipe and self.graph is None:
             f8sub.precompute_scales(self.model)
         self.step += 1
 
@@ -388,33 +441,41 @@ class Trainer:
         verb = "Saved" if self.settings.checkpoint.async_mode == "disabled" else "Saving"
         self.metrics.say(f"{verb} {self.checkpoints.folder / name}")
 
+    def checkpoint_to_resume(self) -> str:
+        """Give the name of the checkpoint that ``checkpoint.resume`` asks for; empty for a fresh start.
+
+        Raises:
+            CheckpointError: If none is whole, or if a new run would mix its checkpoints with those of an older one.
+        """
+        name = self.settings.checkpoint.resume
+        if not name and (there := self.checkpoints.names()):
+            raise CheckpointError(
+                f"{self.checkpoints.folder} has checkpoints of an earlier run, up to {there[-1]}. Go on "
+                "from them with --checkpoint.resume newest, or start anew in another --job.dump_folder."
+            )
+        if name != "newest":
+            return name
+        name, broken = self.checkpoints.newest_whole()
+        for other, problem in broken.items():
+            self.metrics.say(f"Checkpoint {other} is refused: {problem}.")
+        if not name and broken:
+            raise CheckpointError(
+                f"No checkpoint in {self.checkpoints.folder} is whole. "
+                "Start anew in another --job.dump_folder."
+            )
+        if not name:
+            self.metrics.say(f"No checkpoint in {self.checkpoints.folder} yet: starting at step 1.")
+        return name
+
     def resume(self) -> None:
         """Go to the checkpoint that ``checkpoint.resume`` asks for, if it asks for one.
 
         Raises:
-            CheckpointError: If it is not whole or of another run, or if a new run would mix its checkpoints
-                with those of an older one.
+            CheckpointError: If it is not whole or of another run.
         """
-        name = self.settings.checkpoint.resume
+        name = self.resumes_from
         if not name:
-            if there := self.checkpoints.names():
-                raise CheckpointError(
-                    f"{self.checkpoints.folder} has checkpoints of an earlier run, up to {there[-1]}. Go on "
-                    "from them with --checkpoint.resume newest, or start anew in another --job.dump_folder."
-                )
             return
-        if name == "newest":
-            name, broken = self.checkpoints.newest_whole()
-            for other, problem in broken.items():
-                self.metrics.say(f"Checkpoint {other} is refused: {problem}.")
-            if not name and broken:
-                raise CheckpointError(
-                    f"No checkpoint in {self.checkpoints.folder} is whole. "
-                    "Start anew in another --job.dump_folder."
-                )
-            if not name:
-                self.metrics.say(f"No checkpoint in {self.checkpoints.folder} yet: starting at step 1.")
-                return
         tensors = self.tensors()
         # Ranks may be more than there were; and a run whose attention was in bf16 goes on with it in float8.
         may_lack = frozenset(key for key in tensors if key.startswith("rng.") or key.endswith(HISTORY))

@@ -60,6 +60,12 @@ class Checkpoints:
         found = self.folder.glob(f"{_STEP_PREFIX}*") if self.folder.is_dir() else ()
         return sorted(path.name for path in found if path.name.removeprefix(_STEP_PREFIX).isdigit())
 
+    @staticmethod
+    def step_of(name: str) -> int:
+        """Give the steps trained before a checkpoint, by its name; 0 for a name that ``save`` does not give."""
+        digits = name.removeprefix(_STEP_PREFIX)
+        return int(digits) if digits.isdigit() else 0
+
     def save(
         self,
         step: int,

@@ -52,8 +52,7 @@ def runs_of(settings: Settings) -> tuple[dict[str, Settings], str]:
     """
     float8 = settings.float8
     if settings.compare == "bf16":
-        plain = dataclasses.replace(float8, enabled=False, gradients=False)
-        return {float8.recipe: settings, "bf16": dataclasses.replace(settings, float8=plain)}, "bf16"
+        return {float8.recipe: settings, "bf16": settings.without_float8()}, "bf16"
     apart = dataclasses.replace(settings, float8=dataclasses.replace(float8, gradients=False))
     coded = dataclasses.replace(settings, float8=dataclasses.replace(float8, gradients=True))
     float32 = dataclasses.replace(settings.training, reduce_dtype="float32")
@@ -89,9 +88,11 @@ def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
             records[name] = read_metrics(place / "metrics.jsonl")
     if dist.get_rank() == 0:
         device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        until = settings.float8.until_step
         about = {
             "recipe": settings.float8_recipe,
             "steps": len(_train(records[baseline])),
+            "until_step": until,
             "ranks": dist.get_world_size(),
             "device": device,
             "seed": settings.training.seed,
@@ -103,9 +104,10 @@ def compare(settings: Settings, train: Callable[[Settings, str], bool]) -> None:
         summary = folder / "summary.json"
         summary.write_text(json.dumps({"runs": figures, "run": about}, indent=1) + "\n")
         plot = folder / "loss.png"
-        draw(records, baseline, noise, plot)
+        draw(records, baseline, noise, plot, until)
         by = "" if settings.compare == "bf16" else ", by what gradients are reduced in"
-        show(figures, about, f"{about['steps']} steps{by}")
+        ends = f", in float8 until step {until}" if until else ""
+        show(figures, about, f"{about['steps']} steps{by}{ends}")
         lines = [f"Loss curves: {plot}", f"Summary:     {summary}"]
         if settings.compare == "bf16":
             lines += [f"Next:        {line}" for line in commands(settings, folder / settings.float8.recipe)]
@@ -219,8 +221,8 @@ def summarize(
         noise: What rounding alone does to the gap, in %; None if it is not known.
 
     Returns:
-        By run, the figures of summary.json. Bytes, all-reduces and tokens a second are the medians of steps, the first
-        one left out.
+        By run, the figures of summary.json. Bytes and all-reduces are means over steps, which may end in bf16, and
+        tokens a second their median; the first step is left out.
     """
     return {title: _figures(run, records[baseline], noise) for title, run in records.items()}
 
@@ -234,10 +236,10 @@ def _figures(run: Records, baseline: Records, noise: float | None) -> dict[str, 
         "loss_gap_percent": 100 * (loss - right) / right,
         "loss_gap_noise_percent": None if run is baseline else noise,
         "eval_loss": held_out[-1] if held_out else None,
-        "all_gather_bytes": _per_step(run, "all_gather_bytes"),
-        "reduced_bytes": _per_step(run, "reduced_bytes"),
-        "amax_all_reduces": _per_step(run, "amax_all_reduces"),
-        "tokens_per_second": _per_step(run, "tokens_per_second"),
+        "all_gather_bytes": statistics.mean(_of_steps(run, "all_gather_bytes")),
+        "reduced_bytes": statistics.mean(_of_steps(run, "reduced_bytes")),
+        "amax_all_reduces": statistics.mean(_of_steps(run, "amax_all_reduces")),
+        "tokens_per_second": statistics.median(_of_steps(run, "tokens_per_second")),
         "memory": max(record["memory"] for record in _train(run)),
     }
 
@@ -254,7 +256,7 @@ def gaps(run: Records, baseline: Records) -> list[float]:
     return [100 * (one["loss"] - other["loss"]) / other["loss"] for one, other in pairs]
 
 
-def draw(records: dict[str, Records], baseline: str, noise: float | None, path: Path) -> None:
+def draw(records: dict[str, Records], baseline: str, noise: float | None, path: Path, until: int = 0) -> None:
     """Draw the loss curves, and below them the gaps with their noise: each step faint, the mean of steps strong.
 
     Args:
@@ -262,6 +264,7 @@ def draw(records: dict[str, Records], baseline: str, noise: float | None, path: 
         baseline: The run that gaps are relative to.
         noise: What rounding alone does to a gap, in %: a band around 0.
         path: PNG file to write.
+        until: The last step in float8: a line; 0 for none.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -285,6 +288,9 @@ def draw(records: dict[str, Records], baseline: str, noise: float | None, path: 
             below.plot(steps, gap, color, alpha=0.25, linewidth=0.8)
             below.plot(steps, smooth(gap), color)
     losses.plot([], [], "ko", mfc="none", label="evaluation")
+    if until:
+        losses.axvline(until, color="tab:gray", linestyle=":", linewidth=0.8, label="last step in float8")
+        below.axvline(until, color="tab:gray", linestyle=":", linewidth=0.8)
     losses.set_ylabel("loss")
     losses.legend()
     below.axhline(0, color="tab:gray", linewidth=0.8)
@@ -337,7 +343,6 @@ def _final_loss(records: Records) -> float:
     return sum(last) / len(last)
 
 
-def _per_step(records: Records, key: str) -> float:
+def _of_steps(records: Records, key: str) -> list[float]:
     steps = _train(records)
-    values: list[float] = [record[key] for record in steps[1:] or steps]
-    return statistics.median(values)
+    return [record[key] for record in steps[1:] or steps]

@@ -95,6 +95,12 @@ class Metrics:
             if self._writer:
                 self._writer.close()
 
+    def rename(self, title: str) -> None:
+        """Give the run another title from the next line on."""
+        self.title = title
+        if self._enabled and hasattr(self, "_bar"):
+            self._bar.update(self._task, description=title)
+
     def say(self, line: str) -> None:
         """Print one line above the progress bar."""
         if self._enabled:

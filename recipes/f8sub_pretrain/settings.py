@@ -178,6 +178,9 @@ class Float8:
     monitor_every: int = 0
     """Measure x, w and dy of each float8 layer in one step of so many, as docs/monitor.md says: rows in numerics.jsonl
     and TensorBoard, pictures of layers by steps at the end. 0 never does."""
+    until_step: int = 0
+    """The last step in float8. Later steps are trained in ``training.dtype``, bitwise as in a run that is resumed from
+    this step without float8: layers, attention and gradients. 0: all steps are in float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +260,20 @@ class Settings:
     def float8_recipe(self) -> str:
         """The recipe in use; empty for a run without float8."""
         return self.float8.recipe if self.float8.enabled else ""
+
+    @property
+    def uses_float8(self) -> bool:
+        """Whether anything is in float8: layers by a recipe, or gradients on the wire."""
+        return bool(self.float8_recipe) or self.float8.gradients
+
+    def float8_ended(self, step: int) -> bool:
+        """Whether all steps after this one are trained without float8."""
+        return 0 < self.float8.until_step <= step
+
+    def without_float8(self) -> Settings:
+        """Give these settings with all of float8 off."""
+        off = dataclasses.replace(self.float8, enabled=False, gradients=False)
+        return dataclasses.replace(self, float8=off)
 
 
 def parse(args: Sequence[str] | None = None) -> Settings:
@@ -372,6 +389,7 @@ def _check_ranges(settings: Settings) -> None:
         "training.gradient_accumulation_steps": 1,
         "training.max_norm": 0,
         "float8.monitor_every": 0,
+        "float8.until_step": 0,
         "checkpoint.interval": 0,
         "checkpoint.keep_latest_k": 0,
         "eval.interval": 0,
@@ -388,6 +406,12 @@ def _check_ranges(settings: Settings) -> None:
     ratio = settings.lr_scheduler.decay_ratio
     if not 0 <= ratio <= 1:
         raise SettingsError(f"lr_scheduler.decay_ratio = {ratio}: must be between 0 and 1.")
+    until, steps = settings.float8.until_step, settings.training.steps
+    if until >= steps:
+        raise SettingsError(
+            f"float8.until_step = {until}: training.steps = {steps} leaves no step after it. Give an earlier step, or "
+            "0 to train all steps in float8."
+        )
     if settings.compare == "bf16" and not settings.float8_recipe:
         raise SettingsError(
             "--compare bf16 trains in float8 first, but float8 is off (float8.enabled = "

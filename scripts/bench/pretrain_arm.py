@@ -21,11 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import f8sub
@@ -82,7 +78,7 @@ CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
 
 GRADIENTS = "gradients_in_float8"
 END, LAST_PART = "bf16_end", 0.1
-"""The change whose arm trains the last part of its own steps in bf16, as a run that is resumed without float8 does."""
+"""The change whose arm trains the last part of its own steps in bf16, by ``float8.until_step``."""
 ATTENTIONS = {"attention_in_float8": "float8", "attention_forward_in_float8": "bf16"}
 """What ``attend_in_float8`` computes backward in. Its kernels take head dim 128 in the first, any in the second."""
 
@@ -239,35 +235,11 @@ def install(arm: Arm) -> None:
 
         def resume(self) -> None:
             super().resume()
-            steps = self.settings.training.steps
-            self.last_in_float8 = steps - round(LAST_PART * (steps - self.step))
-
-        def train_step(self) -> Any:
-            if arm.ends_in_bf16 and self.step == self.last_in_float8:
-                self.go_on_in_bf16()
-            return super().train_step()
-
-        def go_on_in_bf16(self) -> None:
-            """Give another model, without float8, and its optimizer the states of those that trained."""
-            self.read()
-            state = {name: value.clone() for name, value in self.tensors().items()}
-            optimizer = self.optimizer_state()
-            given = "lr", "betas", "eps", "weight_decay", "fused"
-            hyperparameters = {name: self.optimizer.defaults[name] for name in given}
-            off = replace(self.settings.float8, enabled=False, gradients=False)
-            self.settings = replace(self.settings, float8=off)
-            mesh = next(iter(get_model_state_dict(self.model).values())).device_mesh
-            self.model, _ = trainers.build_model(self.settings, self.tokenizer.vocab_size, mesh)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), **hyperparameters)
-            plain = get_model_state_dict(self.model).keys()
-            weights = {
-                name: value for name, value in pretrain._under(state, "model.").items() if name in plain
-            }
-            set_model_state_dict(self.model, weights)
-            optimizer |= pretrain._under(state, "optimizer.")
-            set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=pretrain.FLAT)
-            self.fused, self.graph = self.fused_step(), None
-            self.metrics.say(f"From step {self.step + 1} on in bf16.")
+            if arm.ends_in_bf16:
+                steps = self.settings.training.steps
+                last = steps - round(LAST_PART * (steps - self.step))
+                float8 = replace(self.settings.float8, until_step=last)
+                self.settings = replace(self.settings, float8=float8)
 
         def evaluate(self) -> None:
             super().evaluate()
@@ -280,11 +252,9 @@ def install(arm: Arm) -> None:
             found = {"own": self.held_out_loss()}
             trained, settings = self.model, self.settings
             weights = {name: value.clone() for name, value in get_model_state_dict(trained).items()}
-            off = replace(settings.float8, enabled=False, gradients=False)
             eager = replace(settings.compile, enabled=False)
-            settings = replace(settings, float8=off, compile=eager)
-            mesh = next(iter(weights.values())).device_mesh
-            self.model, _ = trainers.build_model(settings, self.tokenizer.vocab_size, mesh)
+            settings = replace(settings.without_float8(), compile=eager)
+            self.model, _ = trainers.build_model(settings, self.tokenizer.vocab_size, self.mesh)
             # Attention in float8 has histories of its own.
             plain = self.model.state_dict().keys()
             set_model_state_dict(self.model, {name: w for name, w in weights.items() if name in plain})

@@ -333,6 +333,28 @@ def test_an_arm_attends_in_float8():
     assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False, False)
 
 
+def test_an_arm_ends_in_bf16_in_the_last_tenth_of_its_own_steps(monkeypatch):
+    """Not counting the shared steps, which it is resumed after."""
+    monkeypatch.syspath_prepend(str(loss_compare.TRAINER.parent))
+    import pretrain
+    from f8sub_pretrain import model
+    from f8sub_pretrain.settings import parse
+
+    class Trainer:
+        settings = parse(["--training.steps", "60"])
+
+        def resume(self) -> None:
+            self.step = 40
+
+    monkeypatch.setattr(model, "convert", model.convert)
+    for name, until in (("tensorwise+bf16_end", 58), ("tensorwise", 0)):
+        monkeypatch.setattr(pretrain, "Trainer", Trainer)
+        pretrain_arm.install(pretrain_arm.arm_of(name))
+        arm = object.__new__(pretrain.Trainer)
+        arm.resume()
+        assert arm.settings.float8.until_step == until
+
+
 @pytest.mark.long
 def test_an_arm_ends_in_bf16_as_a_run_that_is_resumed_in_bf16(tmp_path):
     """The last tenth of its steps, from its own weights and optimizer: the held-out loss is the same to the bit."""

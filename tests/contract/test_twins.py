@@ -494,7 +494,9 @@ def test_a_feature_holds_for_experts_that_the_default_converts(feature, form, mo
     monkeypatch.setattr(
         estimated,
         "gain_of",
-        lambda products, recipe, gpu, tokens: estimated.ExpertGain(recipe.name, gpu.name, None, 2.0, 1, 1),
+        lambda products, recipe, gpu, tokens, **how: estimated.ExpertGain(
+            recipe.name, gpu.name, None, 2.0, 1, 1
+        ),
     )
     assert isinstance(FORMS[form].converted().layer, Float8Experts)
     feature(FORMS[form])

@@ -357,6 +357,7 @@ aten_scaled_grouped_mm: Callable[..., torch.Tensor] = _private("torch._scaled_gr
 _FakeTensorMode = _private("torch._subclasses.FakeTensorMode")
 DispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode")
 no_torch_function = _private("torch._C._disabled_torch_function_impl")
+no_torch_function_of_subclasses = _private("torch._C.DisableTorchFunctionSubclass")
 no_torch_dispatch = _private("torch._C._DisableTorchDispatch")
 dispatch_stack_size = _private("torch._C._len_torch_dispatch_stack")
 graph_task = _private("torch._C._current_graph_task_id")
@@ -429,6 +430,12 @@ def is_dtensor(x: object) -> "TypeIs[DTensor]":
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def dtensor_class() -> "type[DTensor] | tuple[()]":
+    """Return what ``is_dtensor`` asks for, for ``isinstance``: none where nothing has imported DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
 
 
 def is_fsdp_class(cls: type) -> bool:
@@ -841,8 +848,10 @@ _SHARDING_OPTIONS = (
 """What ``FSDPModule``'s setters write to a group and a pass reads, where the version of torch has it."""
 
 
-def sharding_options(modules: Iterable[torch.nn.Module]) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that returns the options of each group of parameters that FSDP2 shards.
+def sharding_options(
+    modules: Iterable[torch.nn.Module],
+) -> tuple[list[str], Callable[[], list[tuple[Any, ...]]]]:
+    """Return names of options, and a function that returns those of each group of parameters that FSDP2 shards.
 
     Raises:
         Float8ConfigError: torch's FSDP2 is not as ``GRAPHS`` has it.
@@ -850,7 +859,8 @@ def sharding_options(modules: Iterable[torch.nn.Module]) -> Callable[[], list[di
     states = [module._get_fsdp_state() for module in filter(is_fsdp_module, modules)]
     groups = [group for state in states for group in _groups_of(state, GRAPHS)]
     names = [name for name in _SHARDING_OPTIONS if all(hasattr(group, name) for group in groups)]
-    return lambda: [{name: getattr(group, name) for name in names} for group in groups]
+    read = operator.attrgetter(*names)
+    return names, lambda: list(map(read, groups))
 
 
 def forget_pass(model: torch.nn.Module) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from f8sub.graphs.optimizers import is_on_device
 from f8sub.linear.autocast import recipes_entered
-from f8sub.torch_compat import is_dtensor, sharding_options, tree_leaves
+from f8sub.torch_compat import is_dtensor, no_torch_function_of_subclasses, sharding_options, tree_leaves
 from f8sub.weights.conversion import Conversion
+from f8sub.weights.weight import STATE
 
 
 def innermost(optimizer: Any) -> Any:
@@ -20,50 +22,82 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
-class _Tensors:
+class _Addresses:
     """Compares tensors that a graph reads by address.
 
-    All are compared by loops that run in C: a replay of a large model has some thousands.
+    As all that is looked at before each replay of a large model, thousands of objects, by loops that run in C.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._sharded: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
         self._whole = [tensor for tensor in tensors if not is_dtensor(tensor)]
-        self._learns = list(map(_learns, tensors))
         # Addresses alone: values are the graph's to change, and a loaded state dict brings other memory.
         self._addresses = self._addresses_now()
-        self._without_hooks = [(None, None)] * len(tensors)
-        self._hooks = _keys(map(_hooks_of_tensor, tensors))
 
-    def difference(self, now: list[Any]) -> str | None:
-        """Say what was replaced, moved, frozen or unfrozen; None where nothing was. ``now`` has those of today."""
+    def difference(self, now: Sequence[Any]) -> str | None:
+        """Say what was replaced or moved; None where nothing was. ``now`` has those of today."""
         if len(now) != len(self._tensors):
             return f"{len(now)} tensors, {len(self._tensors)} before"
         if not all(map(operator.is_, now, self._tensors)):
-            return f"{self._first(map(operator.is_, now, self._tensors))} was replaced"
+            return f"{self._first(map(operator.is_not, now, self._tensors))} was replaced"
         if self._addresses != self._addresses_now():
             return "a tensor was moved to other memory"
-        if self._learns != (learns := list(map(_learns, now))):
-            return f"{self._first(map(operator.eq, learns, self._learns))} was frozen or unfrozen"
-        tables = list(map(_hooks_of_tensor, now))
-        if self._without_hooks == tables == self._hooks:
-            return None
-        if self._hooks != (hooks := _keys(tables)):
-            return f"{self._first(map(operator.eq, hooks, self._hooks))} has other hooks"
         return None
 
     def _addresses_now(self) -> list[int]:
         local = [tensor._local_tensor for tensor in self._sharded]
         return [*map(torch.Tensor.data_ptr, local), *map(torch.Tensor.data_ptr, self._whole)]
 
-    def _first(self, alike: Iterable[bool]) -> str:
-        return f"a tensor of shape {tuple(self._tensors[list(alike).index(False)].shape)}"
+    def _first(self, different: Iterable[bool]) -> str:
+        return f"a tensor of shape {tuple(next(itertools.compress(self._tensors, different)).shape)}"
+
+
+class _Parameters(_Addresses):
+    """Compares a model's parameters and buffers: which ones learn, and their hooks, as well."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._learns = list(map(_learns, tensors))
+        self._hooks = [_keys(map(hooks, tensors)) for hooks in _HOOKS_OF_TENSOR]
+
+    @override
+    def difference(self, now: Sequence[Any]) -> str | None:
+        if (found := super().difference(now)) is not None:
+            return found
+        if self._learns != (learns := list(map(_learns, now))):
+            return f"{self._first(map(operator.ne, learns, self._learns))} was frozen or unfrozen"
+        for hooks, before in zip(_HOOKS_OF_TENSOR, self._hooks, strict=True):
+            tables = list(map(hooks, now))
+            # The usual case: no tensor has any.
+            if (any(tables) or any(before)) and before != (found := _keys(tables)):
+                return f"{self._first(map(operator.ne, found, before))} has other hooks"
+        return None
+
+
+class _States(_Addresses):
+    """Compares the tensors among an optimizer's states."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        super().__init__([value for value in self._values() if isinstance(value, torch.Tensor)])
+
+    def changed(self) -> str | None:
+        """Say what was replaced or moved; None where nothing was."""
+        now = self._values()
+        if len(now) != len(self._tensors):
+            # Numbers among them are an optimizer's own affair.
+            now = [value for value in now if isinstance(value, torch.Tensor)]
+        return self.difference(now)
+
+    def _values(self) -> list[Any]:
+        states = () if self._optimizer is None else innermost(self._optimizer).state.values()
+        return list(itertools.chain.from_iterable([state.values() for state in states]))
 
 
 _learns = operator.attrgetter("requires_grad")
 _trains = operator.attrgetter("training")
-_hooks_of_tensor = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS_OF_TENSOR = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 _hooks_of_module = operator.attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
@@ -75,41 +109,42 @@ def _tables_of(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
-def _keys(hooks: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The keys of each tuple of tables of hooks, no two of which ever have the same."""
-    return [tuple(None if table is None else tuple(table) for table in tables) for tables in hooks]
+def _keys(tables: Iterable[dict[int, Any] | None]) -> list[tuple[int, ...]]:
+    """The keys of each table of hooks, no two of which ever have the same."""
+    return [tuple(table) if table else () for table in tables]
 
 
 class _Modules:
     """Compares what modules consist of and call; their tensors are compared elsewhere.
 
-    As of ``_Tensors``, by loops that run in C.
+    As of ``_Addresses``, by loops that run in C, and none of them over tables that are empty.
     """
 
     def __init__(self, parts: Iterable[torch.nn.Module]) -> None:
         named = [each for part in parts for each in part.named_modules()]
         self._names = [name for name, _ in named]
         self.modules = [module for _, module in named]
-        self._attributes: list[dict[str, Any]] = [vars(module) for module in self.modules]
+        # Whether a table is no longer empty costs next to nothing.
         hooks = list(itertools.chain.from_iterable(map(_hooks_of_module, self.modules)))
-        # Most tables are empty, and whether one is no longer so costs next to nothing.
-        self._without_hooks: list[dict[int, Any]] = []
-        self._with_hooks: list[dict[int, Any]] = []
-        for table in hooks:
-            (self._with_hooks if table else self._without_hooks).append(table)
-        self._hooks = list(map(tuple, self._with_hooks))
-        tables = list(map(_tables_of, self.modules))
-        self._holders = list(itertools.chain.from_iterable(tables))
-        of_holders = [name for name, held in zip(self._names, tables, strict=True) for _ in held]
-        self._children = [held[0] for held in tables if held and held[0]]
-        self._below = self._children_now()
-        # What is known of each module, and what to say where it is no longer so.
+        self._without_hooks: list[dict[int, Any]] = [table for table in hooks if not table]
+        self._with_hooks: list[dict[int, Any]] = [table for table in hooks if table]
+        self._hooks = self._hooks_now()
+        holders = [(name, table) for name, module in named for table in _tables_of(module)]
+        self._filled = _transposed(each for each in holders if each[1])
+        self._empty = _transposed(each for each in holders if not each[1])
+        self._children = [module._modules for module in self.modules if module._modules]
+        self._children = [table for table in self._children if isinstance(table, dict)]
+        self._below = list(self._children_now())
+        # Each of another class than those that are not converted, which is compared.
+        converted = [(name, vars(module)) for name, module in named if STATE in vars(module)]
+        self._converted = _transposed(converted)
+        # What is known of modules, and what to say where it is no longer so.
         self._known: list[tuple[Callable[[], list[Any]], list[str], str, list[Any]]] = [
             (known, names, said, known())
             for known, names, said in (
                 (self._kinds, self._names, "was given another class, as conversions do"),
-                (self._states, self._names, "was converted again"),
-                (self._lengths, of_holders, "has more or fewer modules, parameters or buffers"),
+                (self._states, self._converted[0], "was converted again"),
+                (self._lengths, self._filled[0], _MORE_OR_FEWER),
             )
         ]
         self._training = list(map(_trains, self.modules))
@@ -120,30 +155,43 @@ class _Modules:
             return "model.train() or model.eval() was called"
         for known, names, said, before in self._known:
             if (now := known()) != before:
-                different = map(operator.ne, now, before)
-                return f"{next(itertools.compress(names, different)) or 'the model'} {said}"
+                return _said(names, map(operator.ne, now, before), said)
+        names, tables = self._empty
+        if any(tables):
+            return _said(names, tables, _MORE_OR_FEWER)
         if not all(map(operator.is_, self._children_now(), self._below)):
             return "a module was replaced"
-        if any(self._without_hooks) or list(map(tuple, self._with_hooks)) != self._hooks:
+        if any(self._without_hooks) or self._hooks_now() != self._hooks:
             return "hooks of modules were registered or removed"
         return None
 
     def tensors(self) -> list[tuple[dict[str, Any], str, torch.Tensor | None]]:
         """Return each place of a parameter or buffer, with what is there; None is, where a layer has no bias."""
-        places = [(table, *entry) for table in self._holders for entry in table.items()]
+        places = [(table, *entry) for table in self._filled[1] for entry in table.items()]
         return [place for place in places if not isinstance(place[2], torch.nn.Module)]
 
     def _kinds(self) -> list[Any]:
         return list(map(type, self.modules))
 
     def _lengths(self) -> list[Any]:
-        return list(map(len, self._holders))
+        return list(map(len, self._filled[1]))
 
     def _states(self) -> list[Any]:
-        return list(map(dict.get, self._attributes, itertools.repeat("_f8sub")))
+        return list(map(dict.get, self._converted[1], itertools.repeat(STATE)))
 
-    def _children_now(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._children)))
+    def _children_now(self) -> Iterable[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self._children))
+
+    def _hooks_now(self) -> list[int]:
+        # No two tables ever have the same key.
+        return list(itertools.chain.from_iterable(self._with_hooks))
+
+
+_MORE_OR_FEWER = "has more or fewer modules, parameters or buffers"
+
+
+def _said(names: Iterable[str], different: Iterable[Any], said: str) -> str:
+    return f"{next(itertools.compress(names, different)) or 'the model'} {said}"
 
 
 _NUMBERS = bool, int, float, complex, str
@@ -193,17 +241,18 @@ class Numbers:
         self._attributes = [number.attributes for number in self._numbers]
         self._keys = [number.key for number in self._numbers]
         self._before = [number.value for number in self._numbers]
-        self._types = list(map(type, self._before))
 
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Return those that are no longer what they were by name, with what they were and are."""
-        now = list(map(dict.get, self._attributes, self._keys))
-        # Types first: the host would wait for a tensor that is compared.
-        if list(map(type, now)) == self._types and now == self._before:
+        now = map(dict.get, self._attributes, self._keys)
+        # The usual case: nobody wrote to any.
+        if all(map(operator.is_, now, self._before)):
             return {}
+        now = map(dict.get, self._attributes, self._keys)
         return {
             number.name: (number.value, value)
             for number, value in zip(self._numbers, now, strict=True)
+            # Types first: the host would wait for a tensor that is compared.
             if type(value) is not type(number.value) or value != number.value
         }
 
@@ -230,18 +279,23 @@ class Dependencies:
         entries = self._modules.tensors()
         self._places = _transposed((holder, name) for holder, name, tensor in entries if tensor is not None)
         self._empty = _transposed((holder, name) for holder, name, tensor in entries if tensor is None)
-        self._held = _Tensors([tensor for *_, tensor in entries if tensor is not None])
-        self._options = sharding_options(self._modules.modules)
+        self._held = _Parameters([tensor for *_, tensor in entries if tensor is not None])
+        self._option_names, self._options = sharding_options(self._modules.modules)
         self._sharding = self._options()
         self._tables = [(e, e.table) for c in conversions for e in c.exchanges.values()]
         self._optimizer = optimizer
         self._contexts = _contexts()
         self._groups = self._groups_now()
         self._hooks = self._hooks_now()
-        self._states = _Tensors(self._states_now())
+        self._states = _States(optimizer)
 
     def difference(self) -> str | None:
         """Say what is no longer as it was; None where all is."""
+        # Attributes of a weight or a DTensor are those of any tensor, at half the time.
+        with no_torch_function_of_subclasses():
+            return self._difference()
+
+    def _difference(self) -> str | None:
         # What changes most often comes first, and what costs most to compare last.
         if self._contexts != _contexts():
             return "another torch.autocast, f8sub.autocast, grad mode, matmul precision or deterministic mode is on"
@@ -255,7 +309,8 @@ class Dependencies:
         if any(map(operator.is_not, map(dict.get, *self._empty), itertools.repeat(None))):
             return "a parameter or buffer that was None is a tensor"
         if self._sharding != (sharding := self._options()):
-            return f"an option of FSDP2 changed: {_first_difference(self._sharding, sharding).lstrip('_')}"
+            before, now = ([dict(zip(self._option_names, group, strict=True)) for group in of] for of in (self._sharding, sharding))
+            return f"an option of FSDP2 changed: {_first_difference(before, now).lstrip('_')}"
         # A new table has its scales in other memory.
         if any(exchange.table is not table for exchange, table in self._tables):
             return "more layers were converted or sharded"
@@ -263,7 +318,7 @@ class Dependencies:
             return f"the optimizer's options changed: {_first_difference(self._groups, groups)}"
         if self._hooks != self._hooks_now():
             return "the optimizer has other hooks"
-        if (found := self._states.difference(self._states_now())) is not None:
+        if (found := self._states.changed()) is not None:
             return f"the optimizer's state was loaded, moved or replaced: {found}"
         return None
 
@@ -283,11 +338,7 @@ class Dependencies:
         # What is handed to graph_step is stepped, and that steps what is within.
         names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
         stepped = self._optimizer, innermost(self._optimizer)
-        return _keys(tuple(getattr(optimizer, name, None) for name in names) for optimizer in stepped)
-
-    def _states_now(self) -> list[torch.Tensor]:
-        states = [] if self._optimizer is None else innermost(self._optimizer).state.values()
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return _keys(getattr(optimizer, name, None) for optimizer in stepped for name in names)
 
 
 def _transposed(pairs: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:

@@ -177,9 +177,6 @@ class GraphedStep:
         leaves = [_sent(leaf, self._device) for leaf in leaves]
         # A graph has shapes, dtypes and constants built in: each combination is another graph.
         key = structure, tuple(map(_key_of, leaves))
-        for module in self._sharded:
-            # A forward without a backward leaves the root's parameters whole, which replays do not write to.
-            module.reshard()
         self.why_launched = self._reason(key)
         graph = self._graphs.get(key)
         if self.why_launched is None and graph is None:
@@ -259,9 +256,16 @@ class GraphedStep:
         """Return why this call is launched; None where it is captured or replayed."""
         reason = self._given_up or why_launched()
         graph = self._graphs.get(key)
+        raised = any(conversion.raised for conversion in self._conversions)
+        # The usual case first: FSDP2 takes some time to find that its parameters are sharded.
+        if reason is None and graph is not None and not raised and graph.dependencies.difference() is None:
+            return graph.host.why_launched()
+        for module in self._sharded:
+            # A forward without a backward leaves the root's parameters whole, which replays do not write to.
+            module.reshard()
         if reason is not None:
             return reason
-        if any(conversion.raised for conversion in self._conversions):
+        if raised:
             # A replay tells one call later: it would train on in between.
             return (
                 "the call before raised Float8NumericsError, and a launched step looks at the weights at once"

@@ -32,6 +32,7 @@ from f8sub.weights.weight import (
     conversion_beside,
     conversion_of,
     local_tensor,
+    local_tensors,
     master_of,
     of_gathered,
     refuse_gathered,
@@ -114,7 +115,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _mark_stale(stepped, by_replays=capture is not None)
     if capture is not None:
         # Replays run no hooks: each one marks what the captured step writes to.
-        capture.after_replay(lambda: _mark_stale(stepped))
+        capture.after_replay(lambda: _mark_stale(stepped, by_replays=True))
         capture.if_it_fails(lambda: _mark_stale(stepped))
 
 
@@ -271,7 +272,7 @@ def _replaced(fqns: Iterable[str], by: str) -> str:
 
 def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]], *, by_replays: bool = False) -> None:
     for conversion, weights in stepped.items():
-        masters = [local for weight in weights if isinstance(local := local_tensor(weight), MasterWeight)]
+        masters = [local for local in local_tensors(weights) if isinstance(local, MasterWeight)]
         for master in masters:
             master.mark_stale(by_replays=by_replays)
         # A count that every rank has: each one steps its optimizer, whether or not its shards have elements.

@@ -196,8 +196,9 @@ def _said(names: Iterable[str], different: Iterable[Any], said: str) -> str:
 
 _NUMBERS = bool, int, float, complex, str
 _PACKAGE = __name__.partition(".")[0]
-_NOT_COMPARED = {"require_forward_param_sync"}
-"""What each forward of DistributedDataParallel writes, an evaluation another value than a training step."""
+_NOT_COMPARED = {"require_forward_param_sync", "_fsdp_use_orig_params", "_is_fsdp_managed_module"}
+"""What each forward of DistributedDataParallel writes, an evaluation another value than a training step; and marks of
+``fully_shard``, which replaces parameters at the same time."""
 
 
 class Number(NamedTuple):

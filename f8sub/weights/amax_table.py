@@ -15,7 +15,7 @@ from f8sub.host_copy import constant
 from f8sub.kernels.scales import PriorScale, scales_or_nan
 from f8sub.kernels.triton import multi_tensor_launch, support
 from f8sub.torch_compat import no_torch_dispatch, preserve_version_counter
-from f8sub.weights.shard import KnownAmax, Shard, TableScales
+from f8sub.weights.shard import FoundAmaxes, KnownAmax, Shard, TableScales
 from f8sub.weights.weight import is_raw, written_raw
 
 if TYPE_CHECKING:
@@ -109,31 +109,31 @@ class AmaxTable:
 
     def _take_known(self) -> frozenset[Shard]:
         """Take the amaxes that the step found which wrote the shards; return the shards that are so still."""
-        found, capture = self._known(), current_capture()
-        for some in _by_tensor(found):
-            to, entries = self._places_of(some)
-            self.amax[to] = next(iter(some.values())).amaxes[entries]
+        known, capture = self._known(), current_capture()
+        for found, entries in _by_step(known).items():
+            to, where = self._places_of(entries)
+            self.amax[to] = found.amaxes[where]
             if capture is not None:
-                capture.keep(to, entries)
-                capture.before_replay(functools.partial(_read_what_changed, some))
-        return frozenset(found)
+                capture.keep(to, where)
+                capture.before_replay(functools.partial(_read_what_changed, found, entries))
+        return frozenset(known)
 
     def _known(self) -> dict[Shard, KnownAmax]:
         """Return the shards whose amaxes the last step found, and nobody wrote to since."""
         shards = [shard for shard in self.shards if shard.known is not None]
         return {shard: known for shard in shards if (known := shard.amax_now) is not None}
 
-    def _places_of(self, known: Mapping[Shard, KnownAmax]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places_of(self, entries: Mapping[Shard, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the entries of shards in the table, and in the tensor that has their amaxes; int64."""
-        to = constant(self.amax.device, [int(shard.scales.amax.storage_offset()) for shard in known])
-        return to, constant(self.amax.device, [each.entry for each in known.values()])
+        to = constant(self.amax.device, [int(shard.scales.amax.storage_offset()) for shard in entries])
+        return to, constant(self.amax.device, list(entries.values()))
 
     def before_capture(self) -> None:
         """Send to the device what a captured ``take_amaxes`` reads there: a capture sends nothing."""
         known = self._known()
         self._ways_of(frozenset(known))
-        for some in _by_tensor(known):
-            self._places_of(some)
+        for entries in _by_step(known).values():
+            self._places_of(entries)
 
     def _ways_of(self, known: frozenset[Shard]) -> "_Ways":
         """Return how the amaxes of all shards are taken but those that are known; kept while the shards stay put."""
@@ -220,25 +220,19 @@ class AmaxTable:
                     entry.copy_(value)
 
 
-def _by_tensor(found: Mapping[Shard, KnownAmax]) -> list[dict[Shard, KnownAmax]]:
-    """Return the shards by the tensors that have their amaxes: those of one optimizer in each."""
-    of_tensors: dict[int, dict[Shard, KnownAmax]] = {}
-    for shard, known in found.items():
-        of_tensors.setdefault(id(known.amaxes), {})[shard] = known
-    return list(of_tensors.values())
+def _by_step(known: Mapping[Shard, KnownAmax]) -> dict[FoundAmaxes, dict[Shard, int]]:
+    """Return the shards whose amaxes the steps of each optimizer found, and the entries of those."""
+    by_step: dict[FoundAmaxes, dict[Shard, int]] = {}
+    for shard, (found, entry, _) in known.items():
+        by_step.setdefault(found, {})[shard] = entry
+    return by_step
 
 
-def _read_what_changed(taken: Mapping[Shard, KnownAmax]) -> None:
+def _read_what_changed(found: FoundAmaxes, taken: Mapping[Shard, int]) -> None:
     """Write the amaxes of shards that were written to since the last step to where the next replay takes them."""
-    changed = []
-    for shard, known in taken.items():
-        now = shard.amax_now
-        if now is None or now.amaxes is not known.amaxes or now.entry != known.entry:
-            changed.append(shard)
-    if changed:
-        amaxes = taken[changed[0]].amaxes
-        entries = constant(amaxes.device, [taken[shard].entry for shard in changed])
-        amaxes[entries] = _amaxes_of(changed).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if changed := found.written_to(taken):
+        entries = constant(found.amaxes.device, [taken[shard] for shard in changed])
+        found.amaxes[entries] = _amaxes_of(changed).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _amaxes_of(shards: list[Shard]) -> torch.Tensor:

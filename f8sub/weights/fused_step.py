@@ -22,7 +22,7 @@ from f8sub.kernels.triton.adamw_launch import Options, Scalars, Stepped
 from f8sub.torch_compat import call_first, is_dtensor, untraced
 from f8sub.weights.master_weight import MasterWeight
 from f8sub.weights.precompute_scales import has_closure
-from f8sub.weights.shard import KnownAmax, Shard
+from f8sub.weights.shard import FoundAmaxes, Shard
 from f8sub.weights.weight import local_tensor
 
 _get_total_norm = torch.nn.utils.get_total_norm
@@ -129,7 +129,7 @@ class FusedStep:
         self._clip: torch.Tensor | None = None
         self._clipped: list[_Clipped] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._amaxes: torch.Tensor | None = None
+        self._found: FoundAmaxes | None = None
         self._pre = optimizer.register_step_pre_hook(self._before)
         self._post = optimizer.register_step_post_hook(self._after)
         # Others read gradients, or raise an error and would leave them hidden.
@@ -193,7 +193,7 @@ class FusedStep:
                 "replaced between clip_grad_norm_ of fuse_step and the step, which clips what it finds: write to "
                 "gradients before, or clip by torch.nn.utils.clip_grad_norm_"
             )
-        found: tuple[list[_Group], dict[int, Shard]] | str = (
+        found: tuple[list[_Group], list[Shard]] | str = (
             "a closure computes the gradients inside the step"
         )
         if not has_closure(args, kwargs):
@@ -221,12 +221,12 @@ class FusedStep:
                 parameter.grad = gradient
         self._hidden = []
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> "tuple[list[_Group], dict[int, Shard]] | str":
-        """Return what is to be stepped, and the shards by their slots; or why torch is to step."""
+    def _groups(self, optimizer: torch.optim.Optimizer) -> "tuple[list[_Group], list[Shard]] | str":
+        """Return what is to be stepped, and the shards in the order of their slots; or why torch is to step."""
         if (reason := self._why_not(optimizer)) is not None:
             return reason
         groups: list[_Group] = []
-        shards: dict[int, Shard] = {}
+        shards: list[Shard] = []
         device: torch.device | None = None
         for group in optimizer.param_groups:
             tensors: list[Stepped] = []
@@ -242,7 +242,7 @@ class FusedStep:
                     return "its parameters are on several devices"
                 device = tensor.parameter.device
                 if shard is not None:
-                    shards[tensor.slot] = shard
+                    shards.append(shard)
                 tensors.append(tensor)
             if tensors:
                 groups.append(_Group(tensors, _options(group, tensors[0].parameter.device)))
@@ -267,31 +267,33 @@ class FusedStep:
         self,
         optimizer: torch.optim.Optimizer,
         groups: list[_Group],
-        shards: dict[int, Shard],
+        shards: list[Shard],
         clip: torch.Tensor | None,
     ) -> None:
         found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
         counts = [tensor.made for group in groups for tensor in group.tensors]
         if counts:
             device = counts[0].device
-            if self._amaxes is None or len(self._amaxes) < len(shards) or self._amaxes.device != device:
-                self._amaxes = torch.zeros(max(len(shards), 1), dtype=torch.float32, device=device)
+            found = self._found
+            if found is None or len(found.amaxes) < len(shards) or found.amaxes.device != device:
+                amaxes = torch.zeros(max(len(shards), 1), dtype=torch.float32, device=device)
+                found = self._found = FoundAmaxes(amaxes)
             # A maximum is taken by atomics, from 0 on.
-            self._amaxes.zero_()
+            found.amaxes.zero_()
             scalars = Scalars(clip, found_inf)
             # Before the kernel, which reads them for the bias corrections, as torch's does.
             torch._foreach_add_(counts, 1)
             for group in groups:
-                adamw_launch.step(group.tensors, group.options, scalars, self._amaxes)
+                adamw_launch.step(group.tensors, group.options, scalars, found.amaxes)
             # As in torch, a step that is skipped is not counted.
             if found_inf is not None:
                 torch._foreach_sub_(counts, [found_inf] * len(counts))
-            _tell(shards, self._amaxes)
+            found.by_step(shards)
             if (capture := current_capture()) is not None:
                 # After the call that marks the weights as changed, which the capture was given before this hook ran.
-                capture.after_replay(functools.partial(_tell, shards, self._amaxes))
+                capture.after_replay(functools.partial(found.by_replay, shards))
                 capture.after_replay(functools.partial(self._set_clip, None))
-                capture.keep(self._amaxes)
+                capture.keep(found)
         self._hide(optimizer)
 
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
@@ -299,12 +301,6 @@ class FusedStep:
         self._hidden = [(p, p.grad) for p in _parameters_of(optimizer) if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
-
-
-def _tell(shards: dict[int, Shard], amaxes: torch.Tensor) -> None:
-    """Note that the shards now have the amaxes of their entries."""
-    for slot, shard in shards.items():
-        shard.known = KnownAmax(amaxes, slot, shard.master.state)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ The rowwise operand of a weight that is not gathered as float8 is cast once, too
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -25,6 +26,7 @@ from f8sub.torch_compat import (
     is_dtensor,
     no_torch_dispatch,
     no_torch_function,
+    no_torch_function_of_subclasses,
     tensors_in_storage,
     tree_leaves,
     tree_map_only,
@@ -305,6 +307,32 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
         return out if wrap is None else wrap(args, kwargs, out)
+
+
+Mark = tuple[int, int, int, int | None]
+"""A weight's ``state``, and the storage that it lies in; None where others may write to some weight unseen."""
+
+_version_of = operator.attrgetter("_version")
+
+
+def marks_of(weights: Sequence[MasterWeight], *, as_owned: bool = False) -> list[Mark]:
+    """Return a mark of each of many weights that learn, in a fifth of the time that their states take.
+
+    Args:
+        weights: on GPUs. Of weights in shared memory on the host this does not see what other processes write.
+        as_owned: return marks that a later call has to return where nothing wrote to a weight and it owns its storage.
+    """
+    cells = [weight.cell for weight in weights]
+    memory: list[int | None]
+    with no_torch_function_of_subclasses():
+        if as_owned:
+            memory = [0 if cell.storage is None else cell.storage.cdata for cell in cells]
+        elif any([cell.shared or cell.replayed for cell in cells]):  # in C
+            memory = [None] * len(cells)
+        else:
+            memory = [weight.untyped_storage()._cdata for weight in weights]
+        numbers, epochs = [cell.number for cell in cells], [cell.epoch for cell in cells]
+        return list(zip(numbers, epochs, map(_version_of, weights), memory, strict=True))
 
 
 class TraceableMasterWeight(MasterWeight):  # type: ignore[metaclass]

@@ -7,7 +7,7 @@ are cast when that runs, into that tensor, by one launch where kernels take them
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ from f8sub.torch_compat import (
     unknown_operator,
 )
 from f8sub.weights.layout import ShardLayout, WireFormat
-from f8sub.weights.master_weight import MasterWeight, State
+from f8sub.weights.master_weight import Mark, MasterWeight, State, marks_of
 from f8sub.weights.weight import Weight, WeightRecord, is_raw, master_of, written_raw
 
 if TYPE_CHECKING:
@@ -68,11 +68,48 @@ W = TypeVar("W", bound=Weight)
 
 
 class KnownAmax(NamedTuple):
-    """The amax of a weight in one state, which the step that wrote the weight found: an entry of ``amaxes``."""
+    """The amax of a weight in one state, which the step that wrote the weight found: an entry of ``found``."""
 
-    amaxes: torch.Tensor
+    found: "FoundAmaxes"
     entry: int
     of: State
+
+    def is_of(self, master: MasterWeight) -> bool:
+        """Return whether the weight is in the state that a step, launched or replayed, left it in."""
+        marks = self.found.marks
+        return self.of == master.state or marks[self.entry : self.entry + 1] == marks_of([master])
+
+
+class FoundAmaxes:
+    """The amaxes that the last step of an optimizer found.
+
+    Attributes:
+        amaxes: an entry for each shard that was stepped, float32.
+        marks: of the shards by entry, as the last replay of the step left them; empty where none was replayed.
+    """
+
+    def __init__(self, amaxes: torch.Tensor) -> None:
+        self.amaxes = amaxes
+        self.marks: list[Mark] = []
+
+    def by_step(self, shards: "Sequence[Shard]") -> None:
+        """Note that a step has just found the amaxes of shards, in the order of their entries."""
+        for entry, shard in enumerate(shards):
+            shard.known = KnownAmax(self, entry, shard.master.state)
+
+    def by_replay(self, shards: "Sequence[Shard]") -> None:
+        """Note the same of a replay, which has to be fast."""
+        self.marks = marks_of([shard.master for shard in shards], as_owned=True)
+
+    def written_to(self, entries: "Mapping[Shard, int]") -> "list[Shard]":
+        """Return the shards that were written to since a step found their amaxes, in these entries."""
+        # The usual case: none was, since the replay before.
+        if len(self.marks) > max(entries.values()):
+            before = [self.marks[entry] for entry in entries.values()]
+            if before == marks_of([shard.master for shard in entries]):
+                return []
+        found = [(shard, entry, shard.amax_now) for shard, entry in entries.items()]
+        return [s for s, entry, now in found if now is None or (now.found, now.entry) != (self, entry)]
 
 
 class Shard:
@@ -160,7 +197,7 @@ class Shard:
         # In this order: ``owns_storage`` may find that others wrote to the weight, and count it as a change.
         if (known := self.known) is None or not self.master.owns_storage or self.master.cell.replayed:
             return None
-        return known if known.of == self.master.state else None
+        return known if known.is_of(self.master) else None
 
     @property
     def is_cast_again(self) -> bool:

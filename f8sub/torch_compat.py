@@ -432,12 +432,6 @@ def is_dtensor(x: object) -> "TypeIs[DTensor]":
     return module is not None and isinstance(x, module.DTensor)
 
 
-def dtensor_class() -> "type[DTensor] | tuple[()]":
-    """Return what ``is_dtensor`` asks for, for ``isinstance``: none where nothing has imported DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else module.DTensor
-
-
 def is_fsdp_class(cls: type) -> bool:
     """Return whether ``cls`` is ``FSDPModule`` or one that ``fully_shard`` made, without an import of it."""
     module = sys.modules.get("torch.distributed.fsdp")

@@ -218,13 +218,10 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
         if storage is not None and self.untyped_storage()._cdata == storage.cdata:
             self.cell = cast(MasterWeight, other).cell
 
-    def mark_stale(self, *, by_replays: bool = False) -> None:
-        """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps.
-
-        ``by_replays`` says that each replay of the graph that is captured now is followed by this call, too.
-        """
+    def mark_stale(self) -> None:
+        """Note that the weight changes now; for writes that no operator of its own shows, as in compiled steps."""
         self.cell.epoch += 1
-        if not by_replays and is_capturing(self):
+        if is_capturing(self):
             # Python runs once, at capture: replays write to the storage and call nothing here.
             self.cell.replayed = True
 
@@ -307,6 +304,12 @@ class MasterWeight(Weight, metaclass=PlainToDynamo):
             plain_args, plain_kwargs = tree_map_only(MasterWeight, lambda t: t.plain, (args, kwargs))
             out = func(*plain_args, **plain_kwargs)
         return out if wrap is None else wrap(args, kwargs, out)
+
+
+def mark_stale_by_replays(weights: Sequence[MasterWeight]) -> None:
+    """Note that many weights change now, and that each replay of the graph in question is followed by this call."""
+    for weight in weights:  # without a call for each
+        weight.cell.epoch += 1
 
 
 Mark = tuple[int, int, int, int | None]

@@ -26,7 +26,7 @@ from f8sub.torch_compat import (
     untraced,
 )
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.master_weight import MasterWeight
+from f8sub.weights.master_weight import MasterWeight, mark_stale_by_replays
 from f8sub.weights.weight import (
     Weight,
     conversion_beside,
@@ -273,8 +273,11 @@ def _replaced(fqns: Iterable[str], by: str) -> str:
 def _mark_stale(stepped: dict[Conversion | None, list[torch.Tensor]], *, by_replays: bool = False) -> None:
     for conversion, weights in stepped.items():
         masters = [local for local in local_tensors(weights) if isinstance(local, MasterWeight)]
-        for master in masters:
-            master.mark_stale(by_replays=by_replays)
+        if by_replays:
+            mark_stale_by_replays(masters)
+        else:
+            for master in masters:
+                master.mark_stale()
         # A count that every rank has: each one steps its optimizer, whether or not its shards have elements.
         if masters and conversion is not None:
             conversion.changes += 1

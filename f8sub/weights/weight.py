@@ -28,7 +28,6 @@ from f8sub.formats import Float8Format, Operand, lies_in_rows
 from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import (
     bound_hook,
-    dtensor_class,
     gathered_among,
     gathered_parameters,
     is_dtensor,
@@ -368,9 +367,8 @@ def local_tensor(weight: torch.Tensor) -> torch.Tensor:
 
 
 def local_tensors(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``local_tensor`` of each of many weights, in a third of the time."""
-    dtensor = dtensor_class()
-    return [weight._local_tensor if isinstance(weight, dtensor) else weight for weight in weights]  # type: ignore[attr-defined]
+    """Return ``local_tensor`` of each of many weights, without a call of Python for each."""
+    return [getattr(weight, "_local_tensor", weight) for weight in weights]
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor:

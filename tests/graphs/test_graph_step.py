@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import re
 import sys
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import f8sub
 from f8sub.graphs import dependencies, optimizers, recorded
 from tests.data_sets import gaussian, generator
-from tests.graphs.tape import imitate
+from tests.graphs.tape import Tape, imitate
 from tests.layers import RECIPES
 from tests.models import BF16, checkpointed, seed_weights, shard, transformer
 from tests.selection import long_but
@@ -158,6 +159,57 @@ def test_an_evaluation_after_any_step_changes_nothing_and_asks_for_no_scales(ran
     for without, losses, warned in ranks(2, evaluated_between):
         assert losses == without
         assert warned == []
+
+
+def evaluated_between_replays(rank: int, world: int) -> tuple[list[float], list[float], str]:
+    def train(evaluates: bool) -> tuple[list[float], str]:
+        model = shard(small("tensorwise"), BF16)
+        step, losses = f8sub.graph_step(forward_backward_of(model), model, adamw(model)), []
+        for index in range(STEPS):
+            losses.append(step(*batch_of(index, rank)).item())
+            if evaluates:
+                with torch.no_grad():
+                    model(batch_of(index, rank)[0])
+        return losses, step.how
+
+    with pytest.MonkeyPatch.context() as patch:
+        imitate(patch)
+        return train(False)[0], *train(True)
+
+
+def test_an_evaluation_between_replays_has_nothing_captured_again(ranks):
+    """It leaves the root's parameters gathered."""
+    for without, losses, how in ranks(2, evaluated_between_replays):
+        assert (losses, how) == (without, "replayed")
+
+
+def python_calls_of_a_replay(rank: int, world: int, recipe: str | None, blocks: int) -> int:
+    """Functions of Python that a call of a replayed step runs, but for the imitation's."""
+    calls = 0
+
+    def counted(frame: Any, event: str, given: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    model = shard(transformer(recipe, blocks=blocks), BF16)
+    with pytest.MonkeyPatch.context() as patch:
+        imitate(patch)
+        step = step_of(model)
+        assert hows(step, 6) == ["l", "l", "l", "c", "r", "r"]
+        patch.setattr(Tape, "replay", nothing)
+        gc.collect()  # else finalizers may run in between
+        sys.setprofile(counted)
+        step(*batch_of(6))
+        sys.setprofile(None)
+    assert step.how == "replayed"
+    return calls
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_a_replay_calls_no_python_for_each_module_or_parameter(ranks, recipe):
+    """All that is compared before one and noted after it is walked by loops of functions that are not Python's."""
+    few, many = (ranks(1, python_calls_of_a_replay, recipe, blocks)[0] for blocks in (1, 3))
+    assert few == many < 400
 
 
 def step_of(
@@ -356,6 +408,11 @@ def grown(model: nn.Module, optimizer: Any) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
+def moved_a_moment(model: nn.Module, optimizer: Any) -> None:
+    moment = optimizer.state[model.lm_head.weight]["exp_avg"]
+    moment.data = moment.data.clone()
+
+
 def forgotten(model: nn.Module, optimizer: Any) -> None:
     optimizer.state.clear()
 
@@ -387,6 +444,7 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
         (hooked_behind_the_step, "the optimizer has other hooks"),
         (decayed, "options changed: weight_decay of group 0"),
         (grown, r"options changed: \d+ groups, \d+ before"),
+        (moved_a_moment, "state was loaded, moved or replaced: a tensor was moved"),
         (forgotten, r"state was loaded, moved or replaced: 0 tensors, \d+ before"),
         (reloaded, "state was loaded, moved or replaced"),
     ],
@@ -401,6 +459,47 @@ def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said)
     assert step.how == "launched"
     assert re.search(said, step.why_launched)
     assert hows(step, 4) == ["l", "l", "c", "r"]
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (lambda model: model.blocks[0].register_forward_pre_hook, "hooks of modules were registered"),
+        (lambda model: model.lm_head.weight.register_post_accumulate_grad_hook, r"\(11, 32\) has other hooks"),
+        (lambda model: model.lm_head.weight.register_hook, r"\(11, 32\) has other hooks"),
+    ],
+    ids=["module", "accumulated", "gradient"],
+)
+def test_a_hook_that_is_one_more_or_gone(imitated, of, said):
+    model = small("rowwise")
+    kept = of(model)(nothing)
+    step = step_of(model)
+    assert hows(step, 5) == ["l", "l", "l", "c", "r"]
+    for change in (lambda: of(model)(nothing), kept.remove):
+        change()
+        step(*batch_of(5))
+        assert step.how == "launched"
+        assert re.search(said, step.why_launched)
+        assert hows(step, 4) == ["l", "l", "c", "r"]
+
+
+class WithCounts(torch.optim.AdamW):
+    """Has a number among its states, which each step that is launched or captured replaces."""
+
+    def step(self, *given: Any) -> None:
+        super().step(*given)
+        for state in self.state.values():
+            state["count"] = state.get("count", 1000) + 1
+
+
+def test_numbers_among_an_optimizers_states_are_its_own(imitated):
+    model = small("rowwise")
+    optimizer = WithCounts(model.parameters(), fused=True)
+    step = step_of(model, optimizer)
+    assert hows(step, 6) == ["l", "l", "l", "c", "r", "r"]
+    optimizer.state[model.lm_head.weight]["count"] = torch.zeros(1)
+    step(*batch_of(6))
+    assert "state was loaded, moved or replaced" in step.why_launched
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import f8sub
+from f8sub.weights.master_weight import marks_of
 from tests import layers
 from tests.compiling import past_dispatch
 from tests.counting import Float8Work
@@ -112,6 +113,28 @@ def test_a_write_through_a_view_is_seen(view, of):
     after = model(x)
     assert not torch.equal(after, before)
     assert torch.equal(after, fresh_output(model, "tensorwise", x))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=list(CHANGES))
+def test_marks_of_before_a_change_are_others(change):
+    model = made()
+    before = marks_of([model[0].weight], as_owned=True)
+    assert marks_of([model[0].weight]) == before
+    CHANGES[change](model)
+    assert marks_of([model[0].weight]) != before
+
+
+@pytest.mark.parametrize("lend", [lambda m: m.state_dict(), rebind_twice], ids=["state-dict", "rebind"])
+def test_marks_of_a_weight_that_others_may_write_to_are_never_those_of_before(lend):
+    """A graph's replays change the weight, and what is noted then has to hold of the next look."""
+    model = made()
+    lent = lend(model)
+    for _ in range(2):
+        assert marks_of([model[0].weight]) != marks_of([model[0].weight], as_owned=True)
+    del lent
+    if model[0].weight.owns_storage:
+        assert lend is not rebind_twice
+        assert marks_of([model[0].weight]) == marks_of([model[0].weight], as_owned=True)
 
 
 def test_what_another_process_writes_to_shared_memory_is_seen():

@@ -25,7 +25,8 @@ import re
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import f8sub
+from f8sub.graphs import recorded
 from scripts.bench import budget
 from scripts.table import Table
 
@@ -285,19 +287,21 @@ class Arm:
         dist.barrier()
         begin = time.perf_counter()
         events[0].record()
-        for event in events[1:]:
-            batch = self._batches[self._next % 8]
-            self._next += 1
-            start = time.perf_counter()
-            losses.append(step(batch))
-            host.append(time.perf_counter() - start)
-            event.record()
+        with launch_times() as launches:
+            for event in events[1:]:
+                batch = self._batches[self._next % 8]
+                self._next += 1
+                start = time.perf_counter()
+                losses.append(step(batch))
+                host.append(time.perf_counter() - start)
+                event.record()
         torch.cuda.synchronize()
         loop = (time.perf_counter() - begin) / count
         steps = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         return {
             "steps": steps,
             "host": [1e3 * h for h in host],
+            "launches": launches,
             "loop": 1e3 * loop,
             "loss": losses[-1].item(),
         }
@@ -440,9 +444,29 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "slowest_tenth": steps[len(steps) // 2] / steps[int(0.9 * len(steps))],
         # Of a step that finds the GPU idle: a later one waits until the replay before it has ended.
         "host_ms": statistics.median(each["host"][0] for each in rounds),
+        # Of those, torch's launch of the graph; the rest is Python.
+        "launch_ms": statistics.median((each["launches"] or [0.0])[0] for each in rounds),
         "host_ms_by_round": [[round(ms, 2) for ms in each["host"]] for each in rounds],
         "loss": rounds[-1]["loss"],
     }
+
+
+@contextmanager
+def launch_times() -> Iterator[list[float]]:
+    """Collect how long the host takes to launch each graph in this block, in milliseconds."""
+    found: list[float] = []
+    own = recorded.Recorded.replay
+
+    def replay(graph: recorded.Recorded) -> None:
+        start = time.perf_counter()
+        own(graph)
+        found.append(1e3 * (time.perf_counter() - start))
+
+    recorded.Recorded.replay = replay  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        recorded.Recorded.replay = own  # type: ignore[method-assign]
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

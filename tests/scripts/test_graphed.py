@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import f8sub
+from f8sub.graphs import recorded
 from scripts.bench import graphed
 from tests.data_sets import generator
 from tests.models import float8_layers
@@ -15,8 +16,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, 
 
 
 def options(**given) -> argparse.Namespace:
-    usual = {"model": "8b", "layers": 2, "tokens": 16, "accumulate": 1, "ac": "none", "max_norm": 1.0}
-    return argparse.Namespace(**{**usual, "reshard": True, "tp": 1, "compile": False, **given})
+    usual = {"model": "8b", "layers": 2, "tokens": 16, "sequences": 1, "accumulate": 1, "ac": "none"}
+    return argparse.Namespace(**{**usual, "max_norm": 1.0, "reshard": True, "tp": 1, "compile": False, **given})
 
 
 def arm_of(arm: str, **given) -> graphed.Arm:
@@ -62,7 +63,7 @@ def test_arms_and_their_losses(rank, world):
 
 
 def batch_of(rank: int) -> torch.Tensor:
-    return torch.randint(1000, (1, 17), generator=generator(rank))
+    return torch.randint(1000, (1, 1, 17), generator=generator(rank))
 
 
 def test_micro_batches_are_accumulated(rank, world):
@@ -70,8 +71,8 @@ def test_micro_batches_are_accumulated(rank, world):
     found = []
     for count, reshard in ((1, True), (2, True), (2, False)):
         run = arm_of("f8sub", accumulate=count, reshard=reshard, max_norm=0.0)
-        assert run._batches.shape == (8, count, 17)
-        run._forward_backward(batch_of(rank).expand(count, -1))
+        assert run._batches.shape == (8, count, 1, 17)
+        run._forward_backward(batch_of(rank).expand(count, -1, -1))
         found.append([parameter.grad.full_tensor() for parameter in run.model.parameters()])
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
@@ -83,6 +84,19 @@ def test_unknown_arms():
         graphed.parts_of_arm("f8sub+ac")
     with pytest.raises(ValueError, match="fp8: arms are"):
         graphed.parts_of_arm("fp8")
+
+
+def test_launches_of_graphs_are_timed(monkeypatch):
+    launched = []
+    monkeypatch.setattr(recorded.Recorded, "replay", launched.append)
+    with graphed.launch_times() as times:
+        recorded.Recorded.replay("graph")
+    recorded.Recorded.replay("another")
+    assert launched == ["graph", "another"]
+    assert len(times) == 1
+    rounds = [{"steps": [9.0, 3.0, 3.0], "loop": 3.0, "host": [2.0, 1.0], "launches": times, "loss": 0.5}]
+    assert 0 <= graphed.summary(rounds)["launch_ms"] < graphed.summary(rounds)["host_ms"]
+    assert graphed.summary([{**rounds[0], "launches": []}])["launch_ms"] == 0.0
 
 
 def test_what_is_compared():

@@ -16,6 +16,18 @@ def test_it_tells_the_ratio_to_torchao(what, run_script):
 
 @needs_triton
 @pytest.mark.long
+def test_replayed_steps_are_timed_by_part(run_script):
+    done = run_script(
+        "bench/python_cost.py", "replay", "--layers", "2", "--rounds", "3", "--calls", "5", OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(done.figures) == ["bf16", "bf16+fused", "f8sub", "f8sub+fused"]
+    for figures in done.figures.values():
+        assert 0 < figures["compared_median_us"] < figures["call_median_us"]
+
+
+@needs_triton
+@pytest.mark.long
 def test_launches_of_every_operator_are_timed(run_script):
     done = run_script("bench/launches.py", "--rounds", "2", "--calls", "3")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -70,8 +70,8 @@ class _Parameters(_Addresses):
         for hooks, before in zip(_HOOKS_OF_TENSOR, self._hooks, strict=True):
             tables = list(map(hooks, now))
             # The usual case: no tensor has any.
-            if (any(tables) or any(before)) and before != (found := _keys(tables)):
-                return f"{self._first(map(operator.ne, found, before))} has other hooks"
+            if (any(tables) or any(before)) and before != (keys := _keys(tables)):
+                return f"{self._first(map(operator.ne, keys, before))} has other hooks"
         return None
 
 
@@ -132,8 +132,8 @@ class _Modules:
         holders = [(name, table) for name, module in named for table in _tables_of(module)]
         self._filled = _transposed(each for each in holders if each[1])
         self._empty = _transposed(each for each in holders if not each[1])
-        self._children = [module._modules for module in self.modules if module._modules]
-        self._children = [table for table in self._children if isinstance(table, dict)]
+        children = (module._modules for module in self.modules)
+        self._children = [table for table in children if isinstance(table, dict) and table]
         self._below = list(self._children_now())
         # Each of another class than those that are not converted, which is compared.
         converted = [(name, vars(module)) for name, module in named if STATE in vars(module)]
@@ -310,8 +310,8 @@ class Dependencies:
         if any(map(operator.is_not, map(dict.get, *self._empty), itertools.repeat(None))):
             return "a parameter or buffer that was None is a tensor"
         if self._sharding != (sharding := self._options()):
-            before, now = ([dict(zip(self._option_names, group, strict=True)) for group in of] for of in (self._sharding, sharding))
-            return f"an option of FSDP2 changed: {_first_difference(before, now).lstrip('_')}"
+            before, after = map(self._named_options, (self._sharding, sharding))
+            return f"an option of FSDP2 changed: {_first_difference(before, after).lstrip('_')}"
         # A new table has its scales in other memory.
         if any(exchange.table is not table for exchange, table in self._tables):
             return "more layers were converted or sharded"
@@ -322,6 +322,9 @@ class Dependencies:
         if (found := self._states.changed()) is not None:
             return f"the optimizer's state was loaded, moved or replaced: {found}"
         return None
+
+    def _named_options(self, groups: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
+        return [dict(zip(self._option_names, group, strict=True)) for group in groups]
 
     def _groups_now(self) -> list[dict[str, Any]]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups

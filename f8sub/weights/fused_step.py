@@ -193,9 +193,7 @@ class FusedStep:
                 "replaced between clip_grad_norm_ of fuse_step and the step, which clips what it finds: write to "
                 "gradients before, or clip by torch.nn.utils.clip_grad_norm_"
             )
-        found: tuple[list[_Group], list[Shard]] | str = (
-            "a closure computes the gradients inside the step"
-        )
+        found: tuple[list[_Group], list[Shard]] | str = "a closure computes the gradients inside the step"
         if not has_closure(args, kwargs):
             found = self._groups(optimizer)
         self.why_torch = found if isinstance(found, str) else None

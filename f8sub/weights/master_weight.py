@@ -330,7 +330,7 @@ def marks_of(weights: Sequence[MasterWeight], *, as_owned: bool = False) -> list
     with no_torch_function_of_subclasses():
         if as_owned:
             memory = [0 if cell.storage is None else cell.storage.cdata for cell in cells]
-        elif any([cell.shared or cell.replayed for cell in cells]):  # in C
+        elif True in [cell.shared or cell.replayed for cell in cells]:
             memory = [None] * len(cells)
         else:
             memory = [weight.untyped_storage()._cdata for weight in weights]

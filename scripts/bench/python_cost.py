@@ -199,7 +199,9 @@ class Replayed:
         for _ in range(5):
             self._step(self._tokens)
         if self._step.how != "replayed" or (step is not None and step.why_torch is not None):
-            raise RuntimeError(f"{arm}: {self._step.how}, {self._step.why_launched}, {step and step.why_torch}")
+            raise RuntimeError(
+                f"{arm}: {self._step.how}, {self._step.why_launched}, {step and step.why_torch}"
+            )
         self._graph = next(iter(self._step._graphs.values()))
 
     def parts(self) -> dict[str, Callable[[], Any]]:

@@ -465,7 +465,10 @@ def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said)
     ("of", "said"),
     [
         (lambda model: model.blocks[0].register_forward_pre_hook, "hooks of modules were registered"),
-        (lambda model: model.lm_head.weight.register_post_accumulate_grad_hook, r"\(11, 32\) has other hooks"),
+        (
+            lambda model: model.lm_head.weight.register_post_accumulate_grad_hook,
+            r"\(11, 32\) has other hooks",
+        ),
         (lambda model: model.lm_head.weight.register_hook, r"\(11, 32\) has other hooks"),
     ],
     ids=["module", "accumulated", "gradient"],

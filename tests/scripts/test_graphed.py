@@ -17,7 +17,9 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, 
 
 def options(**given) -> argparse.Namespace:
     usual = {"model": "8b", "layers": 2, "tokens": 16, "sequences": 1, "accumulate": 1, "ac": "none"}
-    return argparse.Namespace(**{**usual, "max_norm": 1.0, "reshard": True, "tp": 1, "compile": False, **given})
+    return argparse.Namespace(
+        **{**usual, "max_norm": 1.0, "reshard": True, "tp": 1, "compile": False, **given}
+    )
 
 
 def arm_of(arm: str, **given) -> graphed.Arm:

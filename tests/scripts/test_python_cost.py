@@ -17,9 +17,8 @@ def test_it_tells_the_ratio_to_torchao(what, run_script):
 @needs_triton
 @pytest.mark.long
 def test_replayed_steps_are_timed_by_part(run_script):
-    done = run_script(
-        "bench/python_cost.py", "replay", "--layers", "2", "--rounds", "3", "--calls", "5", OMP_NUM_THREADS="1"
-    )
+    few = "--layers", "2", "--rounds", "3", "--calls", "5"
+    done = run_script("bench/python_cost.py", "replay", *few, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert list(done.figures) == ["bf16", "bf16+fused", "f8sub", "f8sub+fused"]
     for figures in done.figures.values():

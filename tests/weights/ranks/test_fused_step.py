@@ -195,7 +195,6 @@ def steps_of(
             tape.imitate(patch)
             read = amax_table._amaxes_of
 
-
             def noted(shards):
                 reads.setdefault(index, set()).update(shard.fqn for shard in shards)
                 return read(shards)

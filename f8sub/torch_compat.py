@@ -79,6 +79,7 @@ CONVERSION = Need(
         "torch._foreach_zero_": "",
         "torch.Tensor._make_subclass": "",
         "torch.Tensor._make_wrapper_subclass": "",
+        "torch._C.DisableTorchFunctionSubclass": "",
         "torch._C._DisableTorchDispatch": "",
         "torch._C._are_functorch_transforms_active": "",
         "torch._C._autograd._top_saved_tensors_default_hooks": "",

@@ -12,7 +12,6 @@ from f8sub.graphs.optimizers import is_on_device
 from f8sub.linear.autocast import recipes_entered
 from f8sub.torch_compat import is_dtensor, no_torch_function_of_subclasses, sharding_options, tree_leaves
 from f8sub.weights.conversion import Conversion
-from f8sub.weights.weight import STATE
 
 
 def innermost(optimizer: Any) -> Any:
@@ -136,7 +135,7 @@ class _Modules:
         self._children = [table for table in children if isinstance(table, dict) and table]
         self._below = list(self._children_now())
         # Each of another class than those that are not converted, which is compared.
-        converted = [(name, vars(module)) for name, module in named if STATE in vars(module)]
+        converted = [(name, vars(module)) for name, module in named if "_f8sub" in vars(module)]
         self._converted = _transposed(converted)
         # What is known of modules, and what to say where it is no longer so.
         self._known: list[tuple[Callable[[], list[Any]], list[str], str, list[Any]]] = [
@@ -177,7 +176,7 @@ class _Modules:
         return list(map(len, self._filled[1]))
 
     def _states(self) -> list[Any]:
-        return list(map(dict.get, self._converted[1], itertools.repeat(STATE)))
+        return list(map(dict.get, self._converted[1], itertools.repeat("_f8sub")))
 
     def _children_now(self) -> Iterable[Any]:
         return itertools.chain.from_iterable(map(dict.values, self._children))
@@ -294,9 +293,9 @@ class Dependencies:
         """Say what is no longer as it was; None where all is."""
         # Attributes of a weight or a DTensor are those of any tensor, at half the time.
         with no_torch_function_of_subclasses():
-            return self._difference()
+            return self._changed()
 
-    def _difference(self) -> str | None:
+    def _changed(self) -> str | None:
         # What changes most often comes first, and what costs most to compare last.
         if self._contexts != _contexts():
             return "another torch.autocast, f8sub.autocast, grad mode, matmul precision or deterministic mode is on"

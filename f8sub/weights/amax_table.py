@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class AmaxTable:
         """Take the amaxes that the step found which wrote the shards; return the shards that are so still."""
         known, capture = self._known(), current_capture()
         for found, entries in _by_step(known).items():
-            to, where = self._places_of(entries)
+            to, where = self._places_of(found, entries)
             self.amax[to] = found.amaxes[where]
             if capture is not None:
                 capture.keep(to, where)
@@ -123,17 +123,19 @@ class AmaxTable:
         shards = [shard for shard in self.shards if shard.known is not None]
         return {shard: known for shard in shards if (known := shard.amax_now) is not None}
 
-    def _places_of(self, entries: Mapping[Shard, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places_of(
+        self, found: FoundAmaxes, entries: Mapping[Shard, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the entries of shards in the table, and in the tensor that has their amaxes; int64."""
-        to = constant(self.amax.device, [int(shard.scales.amax.storage_offset()) for shard in entries])
-        return to, constant(self.amax.device, list(entries.values()))
+        to = [place for shard in entries for place in shard.entries]
+        return constant(self.amax.device, to), _places_in(found, entries.values())
 
     def before_capture(self) -> None:
         """Send to the device what a captured ``take_amaxes`` reads there: a capture sends nothing."""
         known = self._known()
         self._ways_of(frozenset(known))
-        for entries in _by_step(known).values():
-            self._places_of(entries)
+        for found, entries in _by_step(known).items():
+            self._places_of(found, entries)
 
     def _ways_of(self, known: frozenset[Shard]) -> "_Ways":
         """Return how the amaxes of all shards are taken but those that are known; kept while the shards stay put."""
@@ -231,8 +233,15 @@ def _by_step(known: Mapping[Shard, KnownAmax]) -> dict[FoundAmaxes, dict[Shard, 
 def _read_what_changed(found: FoundAmaxes, taken: Mapping[Shard, int]) -> None:
     """Write the amaxes of shards that were written to since the last step to where the next replay takes them."""
     if changed := found.written_to(taken):
-        entries = constant(found.amaxes.device, [taken[shard] for shard in changed])
-        found.amaxes[entries] = _amaxes_of(changed).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        where = _places_in(found, [taken[shard] for shard in changed])
+        whole = [shard for shard in changed if shard.wire.table_tile.is_whole]
+        of_whole = dict(zip(whole, _amaxes_of(whole).split(1) if whole else (), strict=True))
+        amaxes = [of_whole[shard] if shard in of_whole else shard.amaxes() for shard in changed]
+        found.amaxes[where] = torch.cat(amaxes).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _places_in(found: FoundAmaxes, entries: Iterable[int]) -> torch.Tensor:
+    return constant(found.amaxes.device, [place for entry in entries for place in found.places(entry)])
 
 
 def _amaxes_of(shards: list[Shard]) -> torch.Tensor:

@@ -9,6 +9,7 @@ writes its amaxes where the reduction at the beginning of the next replay reads 
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.capture import current_capture
+from f8sub.formats import present
 from f8sub.kernels.triton import adamw_launch
 from f8sub.kernels.triton.adamw_launch import Options, Scalars, Stepped
 from f8sub.torch_compat import call_first, is_dtensor, untraced
@@ -225,15 +227,18 @@ class FusedStep:
             return reason
         groups: list[_Group] = []
         shards: list[Shard] = []
+        slots = 0
         device: torch.device | None = None
         for group in optimizer.param_groups:
             tensors: list[Stepped] = []
             for parameter in group["params"]:
                 if parameter.grad is None or not local_tensor(parameter).numel():
                     continue
-                shard = _shard_of(parameter)
-                slot = -1 if shard is None else len(shards)
-                tensor = _stepped(parameter, parameter.grad, optimizer.state[parameter], slot)
+                shard, slot, every = _shard_of(parameter), -1, 0
+                if shard is not None:
+                    count, every = present(shard.found_by_a_step)
+                    slot, slots = slots, slots + count
+                tensor = _stepped(parameter, parameter.grad, optimizer.state[parameter], slot, every)
                 if isinstance(tensor, str):
                     return tensor
                 if device not in (None, tensor.parameter.device):
@@ -273,9 +278,10 @@ class FusedStep:
         if counts:
             device = counts[0].device
             found = self._found
-            if found is None or len(found.amaxes) < len(shards) or found.amaxes.device != device:
-                amaxes = torch.zeros(max(len(shards), 1), dtype=torch.float32, device=device)
-                found = self._found = FoundAmaxes(amaxes)
+            slots = [present(shard.found_by_a_step)[0] for shard in shards]
+            starts = [0, *itertools.accumulate(slots)]
+            if found is None or found.starts != starts or found.amaxes.device != device:
+                found = self._found = FoundAmaxes(starts, device)
             # A maximum is taken by atomics, from 0 on.
             found.amaxes.zero_()
             scalars = Scalars(clip, found_inf)
@@ -315,7 +321,7 @@ def _options(group: dict[str, Any], device: torch.device) -> Options:
 
 
 def _stepped(
-    parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], slot: int
+    parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], slot: int, every: int
 ) -> Stepped | str:
     """Return a parameter as the kernel steps it, with torch's states; or why it does not."""
     if gradient.layout is not torch.strided:
@@ -332,7 +338,7 @@ def _stepped(
     count = state["step"]
     if count.device != values[0].device or count.dtype is not torch.float32:
         return "its states were made by an optimizer without fused=True"
-    tensor = Stepped(values[0], values[1], moments[0], moments[1], count, slot)
+    tensor = Stepped(values[0], values[1], moments[0], moments[1], count, slot, every)
     return adamw_launch.why_not(tensor) or tensor
 
 
@@ -342,13 +348,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shard_of(parameter: torch.Tensor) -> Shard | None:
-    """Return the shard that has the parameter's memory and one amax; None for a parameter that has none."""
+    """Return the shard that has the parameter's memory and amaxes that a step finds; None where there is none."""
     local = local_tensor(parameter)
     record = local.record if isinstance(local, MasterWeight) else None
     if record is None or not record.follow():
         return None
     shard = record.shard
-    if shard is None or not shard.wire.table_tile.is_whole:
+    if shard is None or shard.found_by_a_step is None:
         return None
     master = shard.master
     same = master.data_ptr() == local.data_ptr() and master.numel() == local.numel()

@@ -15,9 +15,10 @@ import torch
 from typing_extensions import override
 
 from f8sub.capture import current_capture, is_capturing
-from f8sub.formats import Float8Format, present
+from f8sub.formats import ALL, Float8Format, present
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
+from f8sub.kernels.triton.adamw_launch import SPAN
 from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 from f8sub.kernels.triton.support import ALIGNMENT, ShardSlice
 from f8sub.torch_compat import (
@@ -68,7 +69,7 @@ W = TypeVar("W", bound=Weight)
 
 
 class KnownAmax(NamedTuple):
-    """The amax of a weight in one state, which the step that wrote the weight found: an entry of ``found``."""
+    """The amaxes of a weight in one state, which the step that wrote the weight found: an entry of ``found``."""
 
     found: "FoundAmaxes"
     entry: int
@@ -84,13 +85,19 @@ class FoundAmaxes:
     """The amaxes that the last step of an optimizer found.
 
     Attributes:
-        amaxes: an entry for each shard that was stepped, float32.
+        amaxes: those of each shard that was stepped, side by side, float32.
+        starts: where those of a shard begin, by its entry; and at the end, how many there are.
         marks: of the shards by entry, as the last replay of the step left them; empty where none was replayed.
     """
 
-    def __init__(self, amaxes: torch.Tensor) -> None:
-        self.amaxes = amaxes
+    def __init__(self, starts: list[int], device: torch.device) -> None:
+        self.starts = starts
+        self.amaxes = torch.zeros(max(starts[-1], 1), dtype=torch.float32, device=device)
         self.marks: list[Mark] = []
+
+    def places(self, entry: int) -> range:
+        """Where the amaxes of a shard are."""
+        return range(*self.starts[entry : entry + 2])
 
     def by_step(self, shards: "Sequence[Shard]") -> None:
         """Note that a step has just found the amaxes of shards, in the order of their entries."""
@@ -227,6 +234,27 @@ class Shard:
         self.amax_of = local.state if was_fresh else None
 
     @property
+    def found_by_a_step(self) -> tuple[int, int] | None:
+        """How many amaxes a step over the shard's memory finds, and of how many elements each, 0 for all; else None."""
+        tile, (first, _) = self.wire.table_tile, self.layout.offset
+        if tile.is_whole:
+            return 1, 0
+        # Experts have an amax each.
+        values = self.values
+        if tile.cols != ALL or tile.rows == ALL or first % tile.rows or len(values) % tile.rows:
+            return None
+        every = tile.rows * values.shape[1]
+        return None if every % SPAN or not values.is_contiguous() else (len(values) // tile.rows, every)
+
+    @property
+    def entries(self) -> range:
+        """The entries of the table that take the amaxes which a step found."""
+        where = self.in_table
+        count, _ = present(self.found_by_a_step)
+        stride = max(1, where.entry_stride)
+        return range(where.entry, where.entry + count * stride, stride)
+
+    @property
     def in_table(self) -> ShardInTable:
         """The shard, and where its amaxes go."""
         tile, offset, in_a_row = self.wire.table_tile, self.layout.offset, self.scales.amax.shape[1]
@@ -234,6 +262,10 @@ class Shard:
         # Where the shard's first tile stands in the flat table: a shard may begin in the middle of a tile.
         entry = int(self.scales.amax.storage_offset()) + row * in_a_row + col
         return ShardInTable(self.values, tile, offset, entry, in_a_row)
+
+    def amaxes(self) -> torch.Tensor:
+        """The amax of every tile that the shard touches, flat, in float32."""
+        return shard_amax(self.values, self.wire.table_tile, self.layout.offset).flatten().float()
 
     def write_amax(self) -> None:
         """Write the amax of every tile the shard touches into the table, which is zero there."""

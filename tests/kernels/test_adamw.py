@@ -98,6 +98,27 @@ def test_a_step(name, usage, clip, device):
 
 
 @interpreted
+def test_parts_have_amaxes_of_their_own(device):
+    """Each so many elements, as experts have; with one of a tensor beside them."""
+    sizes, found = [(3, 2 * adamw_launch.SPAN), (40,), (5, adamw_launch.SPAN)], []
+    for number, (size, slot) in enumerate(zip(sizes, (0, 3, 4), strict=True)):
+        values = [torch.randn(size, generator=generator(number + at)) for at in range(4)]
+        values[3].square_()
+        made = torch.tensor(2.0)
+        every = size[-1] if len(size) == 2 else 0
+        found.append(Stepped(*(each.to(device) for each in (*values, made)), slot, every))
+    found[0].parameter[1, 7] = torch.inf
+    amaxes = torch.zeros(9, device=device)
+    for launch in adamw_launch.launches(found, OPTIONS["usual"], Scalars(None, None), amaxes):
+        launch.run()
+    right = [tensor.parameter.cpu().abs() for tensor in found]
+    # The decay of infinity is NaN, for which infinity stands.
+    right = torch.cat([right[0].amax(1), right[1].amax()[None], right[2].amax(1)])
+    assert torch.equal(amaxes.cpu(), right.nan_to_num(nan=torch.inf, posinf=torch.inf))
+    assert amaxes[1] == torch.inf
+
+
+@interpreted
 def test_the_steps_are_torchs(device):
     """Many of them, with another learning rate each; the CPU's fused kernel rounds otherwise, by some last bits."""
     tensors, options = drawn(DTYPES["float32"], device, 1.0), OPTIONS["usual"]

@@ -14,7 +14,7 @@ from tests.kernels.interpreted import interpreted
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WHOLE, ROW, SQUARE, LARGE = Tile(ALL, ALL), Tile(1, ALL), Tile(128, 128), Tile(256, 256)
-OBLONG = Tile(128, 256)
+OBLONG, STACK = Tile(128, 256), Tile(24, ALL)
 PLACES = [
     (WHOLE, (300, 272), (0, 0)),
     (WHOLE, (1, 5), (7, 0)),
@@ -29,6 +29,10 @@ PLACES = [
     (LARGE, (300, 272), (40, 0)),
     (LARGE, (2, 3), (255, 255)),
     (OBLONG, (140, 272), (120, 0)),
+    (STACK, (72, 48), (24, 0)),
+    (ROW, (2, 16), (0, 0)),
+    (STACK, (50, 33), (40, 0)),
+    (STACK, (7, 20000), (0, 0)),
 ]
 """Tile, shape and offset of parts: in tiles that begin elsewhere, of lines that are no multiple of 16 bytes."""
 
@@ -128,7 +132,8 @@ def test_scales_of_many_amaxes(device):
 @interpreted
 def test_what_no_launch_takes():
     data, device = torch.zeros(64, 128), torch.device("cpu")
-    others = [(data, Tile(*edges)) for edges in ((1, 32), (32, 32), (ALL, 1), (128, ALL))]
+    others = [(data, Tile(*edges)) for edges in ((1, 32), (32, 32), (ALL, 1))]
+    others.append((data[:, :64], STACK))
     others += [(matrix, WHOLE) for matrix in (data.t(), data.double(), data[:0])]
     for matrix, tile in others:
         assert not multi_tensor_launch.takes(ShardInTable(matrix, tile, (0, 0), 0, 4), device)

@@ -9,9 +9,9 @@ import triton.language as tl
 
 from f8sub.kernels.triton.tile_ops import EXPONENT_BITS, magnitude_bits
 
-PARAMETER, FIRST, SECOND, FIRST_PROGRAM, SIZE, SLOT, FIELDS = map(tl.constexpr, range(7))
+PARAMETER, FIRST, SECOND, FIRST_PROGRAM, SIZE, SLOT, EVERY, FIELDS = map(tl.constexpr, range(8))
 """What the numbers of one tensor say: the addresses of the parameter and of both moments, its first program, its
-elements, and its entry in the amaxes; -1 for none."""
+elements, and its first entry in the amaxes, -1 for none; how many elements have an entry, 0 for all of them one."""
 
 
 @triton.jit
@@ -79,6 +79,10 @@ def step_many(
         # What lies beyond the tensor became NaN where eps is 0.
         largest = tl.maximum(largest, tl.where(inside, magnitude_bits(p.to(tl.float32)), 0))
     slot = tl.load(tensor + SLOT)
+    every = tl.load(tensor + EVERY)
+    if every > 0:
+        # A multiple of SPAN: no program has elements of two.
+        slot += start // every
     if slot >= 0:
         # The bits of NaN come after those of infinity: the minimum makes infinity of both, as the amax table has it.
         tl.atomic_max(amax_ptr + slot, tl.minimum(tl.max(largest), EXPONENT_BITS), sem="relaxed")

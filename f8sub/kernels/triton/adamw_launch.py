@@ -31,7 +31,8 @@ class Stepped(NamedTuple):
     """A tensor that is stepped: plain, contiguous tensors of one size.
 
     ``made`` is the number of its steps, float32, ().
-    ``slot`` is the parameter's entry in the amaxes, -1 where nobody asks for its amax.
+    ``slot`` is the parameter's entry in the amaxes, -1 where nobody asks for its amax; the first of several where each
+    ``every`` elements, a multiple of ``SPAN``, have one.
     """
 
     parameter: torch.Tensor
@@ -40,6 +41,7 @@ class Stepped(NamedTuple):
     second: torch.Tensor
     made: torch.Tensor
     slot: int
+    every: int = 0
 
 
 class Options(NamedTuple):
@@ -76,7 +78,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     sums = []
     for (dtype, aligned), some in kinds.items():
         # Of what a table has the kernel reads the sizes alone.
-        rows = tuple((0, 0, 0, tensor.numel(), -1) for tensor in some)
+        rows = tuple((0, 0, 0, tensor.numel(), -1, 0) for tensor in some)
         tables = table, of_program = _tables(rows, SQUARES[1], place_of(some[0]))
         keep_for_replays(*tables)
         sums.append(torch.empty(of_program.numel(), dtype=torch.float32, device=some[0].device))
@@ -134,8 +136,8 @@ def launches(
 ) -> "list[Launch]":
     """Return the launches of one step of tensors that have elements, and whose ``made`` counts this step.
 
-    The amax of each new parameter is the maximum of what its entry of ``amaxes``, float32, has before: infinity for NaN
-    or infinity. Numbers are those of ``torch.optim.AdamW(fused=True)`` of torch 2.13.
+    The amax of each new parameter is the maximum of it and of what its entry of ``amaxes``, float32, has before:
+    infinity for NaN or infinity. Numbers are those of ``torch.optim.AdamW(fused=True)`` of torch 2.13.
     """
     kinds: dict[tuple[torch.dtype | bool, ...], list[Stepped]] = {}
     for tensor in tensors:
@@ -154,7 +156,14 @@ def _launch(
 
     first = chosen[0]
     rows = tuple(
-        (t.parameter.data_ptr(), t.first.data_ptr(), t.second.data_ptr(), t.parameter.numel(), t.slot)
+        (
+            t.parameter.data_ptr(),
+            t.first.data_ptr(),
+            t.second.data_ptr(),
+            t.parameter.numel(),
+            t.slot,
+            t.every,
+        )
         for t in chosen
     )
     tables = table, of_program = _tables(rows, SPAN, place_of(first.parameter))
@@ -193,9 +202,9 @@ def _launch(
 @functools.lru_cache(maxsize=64)
 def _tables(rows: tuple[tuple[int, ...], ...], span: int, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the kernels read of tensors, and the tensor of each program; int64 and int32."""
-    programs = [-(-size // span) for *_, size, _ in rows]
+    programs = [-(-size // span) for *_, size, _, _ in rows]
     table, first_program = [], 0
-    for (*addresses, size, slot), count in zip(rows, programs, strict=True):
-        table += [*addresses, first_program, size, slot]
+    for (*addresses, size, slot, every), count in zip(rows, programs, strict=True):
+        table += [*addresses, first_program, size, slot, every]
         first_program += count
     return programs_on(place, tuple(table), programs)

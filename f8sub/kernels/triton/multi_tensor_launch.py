@@ -47,6 +47,28 @@ class ShardInTable(NamedTuple):
         """True if each of its rows has an amax, or there is one for all of them."""
         return self.tile.cols == ALL and self.tile.rows in (1, ALL)
 
+    @property
+    def is_of_stacks(self) -> bool:
+        """True if several rows have an amax, all of them whole, as those of an expert have."""
+        return self.tile.cols == ALL and not self.is_of_lines and self.data.is_contiguous()
+
+    def parts(self) -> "list[ShardInTable]":
+        """The matrices of a stack, each with one amax; itself where it is none."""
+        if not self.is_of_stacks:
+            return [self]
+        height, before = self.tile.rows, self.offset[0] % self.tile.rows
+        starts = range(-before, len(self.data), height)
+        return [
+            ShardInTable(
+                self.data[max(start, 0) : start + height],
+                Tile(ALL, ALL),
+                (0, 0),
+                self.entry + number * self.entry_stride,
+                0,
+            )
+            for number, start in enumerate(starts)
+        ]
+
 
 def takes(matrix: ShardInTable, device: torch.device) -> bool:
     """Return whether the kernel takes a matrix for a table on ``device``."""
@@ -58,7 +80,7 @@ def takes(matrix: ShardInTable, device: torch.device) -> bool:
         and support.takes(data)
         and data.dtype in HIGH_PRECISION
         and data.stride(1) == 1
-        and (matrix.is_of_lines or blocks)
+        and (matrix.is_of_lines or matrix.is_of_stacks or blocks)
     )
 
 
@@ -77,8 +99,9 @@ def amaxes(matrices: Sequence[ShardInTable], table: torch.Tensor) -> "list[Launc
         matrices: those that the kernel ``takes``.
         table: float32, (entries,), not negative.
     """
-    aligned = [matrix for matrix in matrices if _is_aligned(matrix)]
-    others = [matrix for matrix in matrices if not _is_aligned(matrix)]
+    parts = [part for matrix in matrices for part in matrix.parts()]
+    aligned = [part for part in parts if _is_aligned(part)]
+    others = [part for part in parts if not _is_aligned(part)]
     return [_amaxes(some, table, some is aligned) for some in (aligned, others) if some]
 
 

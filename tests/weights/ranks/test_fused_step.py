@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import f8sub
+from f8sub.experts.module import Float8Experts
 from f8sub.weights import amax_table
 from tests.data_sets import generator
+from tests.experts.models import OwnExperts
 from tests.graphs import tape
 from tests.kernels import interpreted
 from tests.kernels.interpreted import needs_triton
@@ -114,6 +116,52 @@ def test_amaxes_are_of_the_weights_as_they_are(rank, world, recipe, replicas):
         torch.testing.assert_close(mine.to_local(), right.to_local(), rtol=2e-2, atol=2e-4)
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     check_writes_after(models[0], optimizers[0], fused)
+
+
+class Mixture(nn.Module):
+    """A linear layer, and experts whose matrices are of several programs of the step, or of less than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64), OwnExperts(5, 64, 32), OwnExperts(5, 48, 16)])
+
+
+@needs_triton
+@pytest.mark.own_ranks
+@pytest.mark.parametrize("world", long_but([2], [2, 3]))
+def test_experts_have_amaxes_of_their_own(rank, world):
+    """Found by the step where an expert is of whole programs, and by one launch after it else."""
+    interpret()
+    f8sub.register_experts(OwnExperts)
+    torch.manual_seed(0)
+    model = f8sub.convert_to_float8(Mixture(), experts=True, skip_defaults=False)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    fused = f8sub.optim.fuse_step(optimizer)
+    f8sub.precompute_scales(model)
+    experts = [module for module in model.modules() if isinstance(module, Float8Experts)]
+
+    def check(names: list[str], reads: int) -> None:
+        assert names.count("amaxes_of_many") == reads
+        for module in experts:
+            for name, parameter in module.named_parameters():
+                conversion = module._f8sub.conversion
+                shard = conversion.shard_of(conversion.record_of(module, name))
+                shard.exchange.settle()
+                right = parameter.full_tensor().flatten(1).abs().amax(1)
+                assert torch.equal(shard.scales.amax.flatten(), right), name
+
+    for seed in range(2):
+        names = step(model, optimizer, seed, fused)
+        assert fused.why_torch is None
+        check(names, 1)
+    with torch.no_grad():
+        handle = optimizer.register_step_post_hook(lambda *args: experts[0].up.mul_(3.0))
+        names = step(model, optimizer, 2, fused)
+        handle.remove()
+    check(names, 1)
 
 
 def check_writes_after(model: nn.Module, optimizer: torch.optim.Optimizer, fused) -> None:

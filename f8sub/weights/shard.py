@@ -249,10 +249,12 @@ class Shard:
     @property
     def entries(self) -> range:
         """The entries of the table that take the amaxes which a step found."""
+        if self.wire.table_tile.is_whole:
+            start = int(self.scales.amax.storage_offset())
+            return range(start, start + 1)
         where = self.in_table
         count, _ = present(self.found_by_a_step)
-        stride = max(1, where.entry_stride)
-        return range(where.entry, where.entry + count * stride, stride)
+        return range(where.entry, where.entry + count * where.entry_stride, where.entry_stride)
 
     @property
     def in_table(self) -> ShardInTable:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import f8sub
 from f8sub.optim import fuse_step
@@ -14,6 +15,7 @@ from tests.cuda.test_graph_step import (
     function_of,
     sharded_model,
 )
+from tests.experts.models import OwnExperts
 from tests.models import Stack, float8_layers, seed_weights, shard_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,3 +85,36 @@ def amaxes_are_of_the_weights(rank: int, world: int) -> None:
             amax = shard_of(layer).scales.amax
             assert amax.item() == layer.weight.full_tensor().abs().max().item()
         optimizer.zero_grad()
+
+
+def test_amaxes_of_sharded_experts(ranks):
+    ranks(1, amaxes_are_of_the_experts, gpus=True, timeout=240)
+
+
+def amaxes_are_of_the_experts(rank: int, world: int) -> None:
+    """Found by the step where an expert is of whole programs, by a launch after it else; and where one was written to."""
+    f8sub.register_experts(OwnExperts)
+    model = nn.ModuleList([OwnExperts(8, 1024, 768), OwnExperts(3, 48, 16)]).cuda()
+    f8sub.convert_to_float8(model, experts=True)
+    for layer in model:
+        fully_shard(layer)
+    optimizer = adamw(model)
+    fused = fuse_step(optimizer)
+    for step in range(4):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        fused.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert fused.why_torch is None
+        if step == 2:
+            with torch.no_grad():
+                model[0].up.mul_(3.0)
+        f8sub.precompute_scales(list(model))
+        for layer in model:
+            conversion = layer._f8sub.conversion
+            for name, parameter in layer.named_parameters():
+                shard = conversion.shard_of(conversion.record_of(layer, name))
+                is_known = layer is model[0] and not (step == 2 and name == "up")
+                assert (shard.amax_now is not None) == is_known
+                right = parameter.full_tensor().flatten(1).abs().amax(1)
+                assert torch.equal(shard.scales.amax.flatten(), right)

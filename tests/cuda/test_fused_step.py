@@ -92,7 +92,7 @@ def test_amaxes_of_sharded_experts(ranks):
 
 
 def amaxes_are_of_the_experts(rank: int, world: int) -> None:
-    """Found by the step where an expert is of whole programs, by a launch after it else; and where one was written to."""
+    """Found by the step where an expert is of whole programs; else, and of one that was written to, by a launch."""
     f8sub.register_experts(OwnExperts)
     model = nn.ModuleList([OwnExperts(8, 1024, 768), OwnExperts(3, 48, 16)]).cuda()
     f8sub.convert_to_float8(model, experts=True)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from f8sub.capture import current_capture
-from f8sub.formats import present
 from f8sub.kernels.triton import adamw_launch
 from f8sub.kernels.triton.adamw_launch import Options, Scalars, Stepped
 from f8sub.torch_compat import call_first, is_dtensor, untraced
@@ -236,7 +235,7 @@ class FusedStep:
                     continue
                 shard, slot, every = _shard_of(parameter), -1, 0
                 if shard is not None:
-                    count, every = present(shard.found_by_a_step)
+                    count, every = shard.found_by_a_step
                     slot, slots = slots, slots + count
                 tensor = _stepped(parameter, parameter.grad, optimizer.state[parameter], slot, every)
                 if isinstance(tensor, str):
@@ -278,7 +277,7 @@ class FusedStep:
         if counts:
             device = counts[0].device
             found = self._found
-            slots = [present(shard.found_by_a_step)[0] for shard in shards]
+            slots = [shard.found_by_a_step[0] for shard in shards]
             starts = [0, *itertools.accumulate(slots)]
             if found is None or found.starts != starts or found.amaxes.device != device:
                 found = self._found = FoundAmaxes(starts, device)
@@ -354,7 +353,7 @@ def _shard_of(parameter: torch.Tensor) -> Shard | None:
     if record is None or not record.follow():
         return None
     shard = record.shard
-    if shard is None or shard.found_by_a_step is None:
+    if shard is None or not shard.found_by_a_step[0]:
         return None
     master = shard.master
     same = master.data_ptr() == local.data_ptr() and master.numel() == local.numel()

@@ -18,9 +18,8 @@ from f8sub.capture import current_capture, is_capturing
 from f8sub.formats import ALL, Float8Format, present
 from f8sub.kernels import cuda, reference
 from f8sub.kernels.scales import PriorScale, first_tile, scales_or_nan, shard_amax
-from f8sub.kernels.triton.adamw_launch import SPAN
 from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
-from f8sub.kernels.triton.support import ALIGNMENT, ShardSlice
+from f8sub.kernels.triton.support import ALIGNMENT, STEP_SPAN, ShardSlice
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
     no_torch_function,
@@ -234,17 +233,19 @@ class Shard:
         self.amax_of = local.state if was_fresh else None
 
     @property
-    def found_by_a_step(self) -> tuple[int, int] | None:
-        """How many amaxes a step over the shard's memory finds, and of how many elements each, 0 for all; else None."""
+    def found_by_a_step(self) -> tuple[int, int]:
+        """How many amaxes a step over the shard's memory finds, 0 for none; and of how many elements, 0 for all."""
         tile, (first, _) = self.wire.table_tile, self.layout.offset
         if tile.is_whole:
             return 1, 0
         # Experts have an amax each.
         values = self.values
         if tile.cols != ALL or tile.rows == ALL or first % tile.rows or len(values) % tile.rows:
-            return None
+            return 0, 0
         every = tile.rows * values.shape[1]
-        return None if every % SPAN or not values.is_contiguous() else (len(values) // tile.rows, every)
+        if every % STEP_SPAN or not values.is_contiguous():
+            return 0, 0
+        return len(values) // tile.rows, every
 
     @property
     def entries(self) -> range:
@@ -253,7 +254,7 @@ class Shard:
             start = int(self.scales.amax.storage_offset())
             return range(start, start + 1)
         where = self.in_table
-        count, _ = present(self.found_by_a_step)
+        count, _ = self.found_by_a_step
         return range(where.entry, where.entry + count * where.entry_stride, where.entry_stride)
 
     @property

@@ -18,6 +18,9 @@ EDGE = 128
 ALIGNMENT = 16
 """Bytes. Triton compiles anew for pointers that are no multiple of it. Source: its ``native_specialize_impl``."""
 
+STEP_SPAN = 1024
+"""Elements that a program of AdamW's kernel steps."""
+
 TENSORWISE, ROWWISE, VECTOR = Tile(ALL, ALL), Tile(1, ALL), Tile(1, EDGE)
 EXPONENT_VECTOR = Tile(1, 32)
 PAIRED_SQUARES = 128, 256

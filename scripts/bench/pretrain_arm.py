@@ -77,8 +77,8 @@ CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
 """Of the recipe's three GEMMs; those named alone are the only ones in float8."""
 
 GRADIENTS = "gradients_in_float8"
-END, LAST_PART = "bf16_end", 0.1
-"""The change whose arm trains the last part of its own steps in bf16, by ``float8.until_step``."""
+ENDS = {"bf16_end": 0.1, "bf16_twentieth": 0.05}
+"""The changes whose arms train the last part of their own steps in bf16, by ``float8.until_step``: its share."""
 ATTENTIONS = {"attention_in_float8": "float8", "attention_forward_in_float8": "bf16"}
 """What ``attend_in_float8`` computes backward in. Its kernels take head dim 128 in the first, any in the second."""
 
@@ -94,14 +94,14 @@ class Arm(NamedTuple):
     """An arm: its recipe, None for bf16; the layers that it skips; attention's backward, "" without float8 there.
 
     With ``codes_gradients`` each weight's gradient is rounded once, as ``f8sub.reduce_gradients_in_float8`` rounds what
-    a rank sends. Here one GPU is the only rank, and sends nothing. With ``ends_in_bf16`` its last steps are in bf16.
+    a rank sends. Here one GPU is the only rank, and sends nothing. ``in_bf16`` is the share of its last steps in bf16.
     """
 
     recipe: f8sub.Recipe | None
     skip: tuple[str, ...] = ()
     attention: str = ""
     codes_gradients: bool = False
-    ends_in_bf16: bool = False
+    in_bf16: float = 0.0
 
 
 def arm_of(name: str) -> Arm:
@@ -123,10 +123,10 @@ def arm_of(name: str) -> Arm:
             arm = arm._replace(attention=ATTENTIONS[change])
         elif change == GRADIENTS:
             arm = arm._replace(codes_gradients=True)
-        elif change == END:
-            arm = arm._replace(ends_in_bf16=True)
+        elif change in ENDS:
+            arm = arm._replace(in_bf16=ENDS[change])
         else:
-            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS, END]
+            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS, *ENDS]
             sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {there}")
     return arm
 
@@ -235,9 +235,9 @@ def install(arm: Arm) -> None:
 
         def resume(self) -> None:
             super().resume()
-            if arm.ends_in_bf16:
+            if arm.in_bf16:
                 steps = self.settings.training.steps
-                last = steps - round(LAST_PART * (steps - self.step))
+                last = steps - round(arm.in_bf16 * (steps - self.step))
                 float8 = replace(self.settings.float8, until_step=last)
                 self.settings = replace(self.settings, float8=float8)
 

@@ -330,10 +330,10 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def test_an_arm_attends_in_float8():
     arm = pretrain_arm.arm_of("rowwise+attention_forward_in_float8")
-    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False, False)
+    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False, 0.0)
 
 
-def test_an_arm_ends_in_bf16_in_the_last_tenth_of_its_own_steps(monkeypatch):
+def test_an_arm_ends_in_bf16_in_the_last_part_of_its_own_steps(monkeypatch):
     """Not counting the shared steps, which it is resumed after."""
     monkeypatch.syspath_prepend(str(loss_compare.TRAINER.parent))
     import pretrain
@@ -347,7 +347,7 @@ def test_an_arm_ends_in_bf16_in_the_last_tenth_of_its_own_steps(monkeypatch):
             self.step = 40
 
     monkeypatch.setattr(model, "convert", model.convert)
-    for name, until in (("tensorwise+bf16_end", 58), ("tensorwise", 0)):
+    for name, until in (("tensorwise+bf16_end", 58), ("tensorwise+bf16_twentieth", 59), ("tensorwise", 0)):
         monkeypatch.setattr(pretrain, "Trainer", Trainer)
         pretrain_arm.install(pretrain_arm.arm_of(name))
         arm = object.__new__(pretrain.Trainer)

@@ -30,7 +30,7 @@ from f8sub.estimator.estimate import KINDS, estimate, estimate_step
 from f8sub.estimator.gpus import GPUS, gpu_of
 from f8sub.estimator.models import FORMS, load
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE
-from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS
+from f8sub.experts.seams import AUTO, EXPERTS
 from f8sub.recipe import recipe_names
 from f8sub.recipes import DEFAULT
 from f8sub.version import __version__
@@ -112,7 +112,7 @@ def run_doctor(arguments: argparse.Namespace) -> tuple[str, int]:
     return json.dumps(found.as_dict(), indent=1) if arguments.json else page(found), found.status
 
 
-EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, AUTO_EXPERTS: AUTO_EXPERTS}
+EXPERTS_WORDS: dict[str, bool | str] = {"true": True, "false": False, **{name: name for name in AUTO}}
 """``convert_to_float8``'s option by what a command line says."""
 
 

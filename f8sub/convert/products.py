@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.seams import EXPERTS, seam_of
+from f8sub.experts.seams import AUTO, EXPERTS, seam_of
 from f8sub.weights.weight import MADE_OF, STATE, is_converted, own_parameter, parameters_of
 
 if TYPE_CHECKING:
@@ -267,7 +267,8 @@ class Shapes:
         """Return the argument by which ``convert_to_float8`` converts these experts; empty where there is none."""
         if self.experts is None or not any(product.experts for product in self.products):
             return ""
-        return f", tokens={tokens:.0f}" if self.experts == EXPERTS else f", experts={self.experts!r}"
+        asked = "" if self.experts == EXPERTS else f", experts={self.experts!r}"
+        return f"{asked}, tokens={tokens:.0f}" if self.experts in AUTO else asked
 
     @property
     def experts_by_module(self) -> dict[str, list[Product]]:

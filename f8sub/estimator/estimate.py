@@ -47,7 +47,7 @@ from f8sub.estimator.results import (
     StepPrediction,
 )
 from f8sub.estimator.seconds import CHECKPOINTS, SELECTIVE, Run, by_product
-from f8sub.experts.seams import AUTO_EXPERTS, EXPERTS, refuse_unknown_experts
+from f8sub.experts.seams import AUTO, AUTO_EXCHANGED, EXPERTS, refuse_unknown_experts
 from f8sub.recipe import Recipe, get_recipe, recipe_names
 from f8sub.recipes import DEFAULT
 from f8sub.weights.weight import is_converted
@@ -178,7 +178,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         sum(linears[fqn].out_features for fqn in heads),
         not_counted,
         experts if is_plain else None,
-        is_plain and experts == AUTO_EXPERTS and any(product.experts for product in products),
+        is_plain and experts in AUTO and any(product.experts for product in products),
         # What remains are frozen parameters that multiply nothing.
         fixed - sum(product.elements for product in products if product.frozen),
     )
@@ -247,7 +247,9 @@ def _decided(shapes: Shapes, recipe: Recipe, cluster: Cluster, tokens: float) ->
     if not shapes.undecided:
         return shapes
     left: dict[str, str] = {}
-    gains = Gains(cluster.gpu, tokens, gathered=cluster.gpus > 1)
+    exchanged = shapes.experts == AUTO_EXCHANGED
+    options = {"exchanged": exchanged, "gathered": cluster.gpus > 1 and not exchanged}
+    gains = Gains.of_options(options, tokens, cluster.gpu)
     for module, products in shapes.experts_by_module.items():
         if products[0].reason is None and not (gain := gains.of(products, recipe)).gains:
             left[module] = why_left(gain)

@@ -169,11 +169,13 @@ class Gains:
         self._found: dict[tuple[Recipe, tuple[Product, ...]], ExpertGain] = {}
 
     @classmethod
-    def of_options(cls, options: Mapping[str, Any], tokens: float | None = None) -> "Gains":
+    def of_options(
+        cls, options: Mapping[str, Any], tokens: float | None = None, gpu: Gpu | None = None
+    ) -> "Gains":
         """Return what predicts for a conversion with these options of ``ExpertsChoice``, or for other ``tokens``."""
         least = LEAST_EXCHANGED if options.get("exchanged") else LEAST
         gathered = options.get("gathered", False)
-        return cls(None, tokens or options.get("tokens"), gathered=gathered, least=least)
+        return cls(gpu, tokens or options.get("tokens"), gathered=gathered, least=least)
 
     def of(self, products: Sequence[Product], recipe: "Recipe") -> ExpertGain:
         """Return ``gain_of`` the weights of one module."""

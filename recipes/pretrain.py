@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import f8sub
@@ -405,7 +406,9 @@ class Trainer:
         for _ in range(self.settings.eval.batches):
             total += self.loss(self.batch(data))
         self.model.train()
-        self.model.reshard()  # backward, which would do it, does not follow
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # backward, which would do it, does not follow
         dist.all_reduce(total)
         return total.item() / self.settings.eval.batches / self.world_size
 

@@ -111,6 +111,20 @@ def test_a_run_is_resumed_before_and_after_the_switch(ranks, tmp_path):
     assert (tmp_path / "numerics_x.png").exists()
 
 
+def steps_of_states(rank, world, settings):
+    """How many steps the states of each parameter have seen."""
+    made = trainer(world, settings)
+    assert made.run()
+    return [made.optimizer.state[parameter]["step"].item() for parameter in made.model.parameters()]
+
+
+def test_an_evaluation_before_the_switch_leaves_the_states_where_they_are_found(ranks, tmp_path):
+    """No checkpoint of that step has the model sharded again."""
+    options = "--float8.until_step 2 --eval.interval 2 --training.reshard_after_forward false"
+    (steps,) = ranks(1, steps_of_states, quick_settings(tmp_path, options))
+    assert set(steps) == {4}
+
+
 @pytest.mark.parametrize(("name", "step"), [("step-00000120", 120), ("best", 0), ("step-", 0)])
 def test_the_step_of_a_checkpoint(name, step):
     assert Checkpoints.step_of(name) == step

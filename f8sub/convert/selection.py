@@ -188,7 +188,11 @@ def why_not_experts(module: torch.nn.Module) -> str | None:
     if "forward" in vars(module):
         return f"something replaced the forward of this {type(module).__name__}; convert first"
     seam = seam_of(module)
-    for name in () if seam is None else seam.weights_of(module):
+    names = () if seam is None else tuple(seam.weights_of(module))
+    # Where ``register_experts`` was given no names, they are known now.
+    if seam is not None and seam.down is not None and seam.down not in names:
+        return f"register_experts: down={seam.down!r} is none of weights={names!r}"
+    for name in names:
         weight = module._parameters.get(name)
         if weight is None and parameters_of(module, name):
             return f"{name} is parametrized"

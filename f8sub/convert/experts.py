@@ -65,19 +65,19 @@ class ExpertsChoice:
             refuse_delayed(fqn or ROOT, recipe)
 
     def _why_left(self, fqn: str, recipe: Recipe) -> str | None:
-        """Return why ``experts="auto"`` leaves a module that can be converted; None where it does not."""
+        """Return why ``experts``, one of ``AUTO``, leaves a module that can be converted; None where it does not."""
         if not (gain := self.gain(fqn, recipe)).gains:
-            return why_left(gain)
+            return why_left(gain, self._options["experts"])
         # What was not asked for is no error.
         refused = refusal_of(self._check_past, fqn, recipe) or refusal_of(self.plan, fqn, recipe)
         refused = refused or slow_products(recipe, self._backend)
-        return refused and f'experts="auto": {refused}'
+        return refused and f'experts="{self._options["experts"]}": {refused}'
 
     def _why_not_asked(self, fqn: str, selection: Selection) -> str | None:
         try:
             return selection.why_not_asked(self._modules[fqn], fqn)
         except AttributeError as error:
-            return f'experts="auto": filter_fn takes no experts ({error})'
+            return f'experts="{self._options["experts"]}": filter_fn takes no experts ({error})'
 
     def gain(self, fqn: str, recipe: Recipe) -> ExpertGain:
         """Predict what float8 gains of a module of experts on this machine's GPU, or on an H200."""

@@ -238,6 +238,7 @@ class Shapes:
         experts: as ``convert_to_float8`` takes it; None of a converted model, whose experts are as they are.
         undecided: whether recipe, GPU and tokens decide which of the experts are converted.
         other_frozen: how many of the other parameters take no gradient, while something does.
+        exchanged: whether tokens travel to experts on GPUs of their own.
     """
 
     products: tuple[Product, ...]
@@ -247,6 +248,7 @@ class Shapes:
     experts: bool | str | None = None
     undecided: bool = False
     other_frozen: int = 0
+    exchanged: bool = False
 
     @property
     def learning(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from f8sub.convert.products import kind_of
 from f8sub.estimator.bytes import OPERANDS, Memory
 from f8sub.estimator.cluster import Arm, Cluster, gathered_seconds, step_of
-from f8sub.estimator.experts import gain_of
+from f8sub.estimator.experts import Gains
 from f8sub.estimator.seconds import (
     ATTENTION_PASSES,
     FULL,
@@ -182,10 +182,10 @@ def _of_experts(shapes: Shapes, recipe: Recipe, cluster: Cluster, run: Run) -> I
             plain / step_of(_in_float8(shapes, names, reason), Arm(recipe), cluster, run).replayed
             for reason in (None, "asked for")
         ]
+        gain = Gains.of_shapes(shapes, cluster.gpu, cluster.gpus, run.tokens).of(modules[0], recipe)
         yield (
             f"Experts have {share:.0%} of the FLOPs and {'are in float8' if converted else 'stay in bf16'} ({kind}): "
-            f"{gain_of(modules[0], recipe, cluster.gpu, run.tokens, gathered=cluster.gpus > 1)}. "
-            f"A step is {steps[0]:.2f} times as fast as bf16's "
+            f"{gain}. A step is {steps[0]:.2f} times as fast as bf16's "
             f"with these experts in float8, {steps[1]:.2f} times without."
         )
 

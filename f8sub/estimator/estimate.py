@@ -89,7 +89,7 @@ def estimate(  # noqa: PLR0913  (a model, and how it is trained)
         checkpoint: "none", "selective", "gemms" or "full", see ``f8sub.checkpoint_policy``: "selective" is what its
             ``"bf16"`` and torchtitan do.
         skip: glob patterns of layers that stay in high precision, as for ``convert_to_float8``.
-        experts: whether experts of a mixture are converted, True, False or "auto", as for ``convert_to_float8``.
+        experts: whether experts of a mixture are converted, as for ``convert_to_float8``.
 
     Raises:
         Float8ConfigError: an unknown GPU, recipe or policy, a size that is no positive number, or a model without
@@ -137,7 +137,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
 
     Args:
         model: of one that is not converted, told is what ``convert_to_float8(model, skip=skip, experts=experts)``
-            would convert; where ``experts`` is "auto" all experts, which ``Shapes.undecided`` says.
+            would convert; where ``experts`` is one of ``AUTO`` all experts, which ``Shapes.undecided`` says.
         skip: glob patterns; of a converted model they do nothing, with a ``Float8Warning``.
         experts: as ``convert_to_float8`` takes it.
     """
@@ -150,7 +150,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
     reasons: dict[str, str | None]
     if is_plain:
         selection = Selection(skip=skip)
-        # "auto" counts as True here: recipe, GPU and tokens decide later.
+        # One of ``AUTO`` counts as True here: recipe, GPU and tokens decide later.
         of_experts = selection.reasons_of_experts(modules, wanted=experts is not False)
         reasons = selection.reasons(modules, linears) | of_experts
         if skip:
@@ -181,6 +181,7 @@ def shapes_of(model: torch.nn.Module, skip: Sequence[str] = (), experts: bool | 
         is_plain and experts in AUTO and any(product.experts for product in products),
         # What remains are frozen parameters that multiply nothing.
         fixed - sum(product.elements for product in products if product.frozen),
+        is_plain and experts == AUTO_EXCHANGED,
     )
 
 
@@ -243,16 +244,14 @@ def _groups(shapes: Shapes, kinds: Kinds) -> tuple[LayerGroup, ...]:
 
 
 def _decided(shapes: Shapes, recipe: Recipe, cluster: Cluster, tokens: float) -> Shapes:
-    """Return ``shapes`` as ``experts="auto"`` decides with so many tokens in one forward; else unchanged."""
+    """Return ``shapes`` as an ``experts`` of ``AUTO`` decides with so many tokens in one forward; else unchanged."""
     if not shapes.undecided:
         return shapes
     left: dict[str, str] = {}
-    exchanged = shapes.experts == AUTO_EXCHANGED
-    options = {"exchanged": exchanged, "gathered": cluster.gpus > 1 and not exchanged}
-    gains = Gains.of_options(options, tokens, cluster.gpu)
+    gains = Gains.of_shapes(shapes, cluster.gpu, cluster.gpus, tokens)
     for module, products in shapes.experts_by_module.items():
         if products[0].reason is None and not (gain := gains.of(products, recipe)).gains:
-            left[module] = why_left(gain)
+            left[module] = why_left(gain, shapes.experts)
     kept = (
         replace(each, reason=left[each.module]) if each.module in left else each for each in shapes.products
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from f8sub.convert.products import Product, expert_products
+from f8sub.convert.products import Product, Shapes, expert_products
 from f8sub.estimator.gpus import GPUS, H200, Gpu
 from f8sub.estimator.seconds import NONE, Run, linear_seconds
 
@@ -78,7 +78,9 @@ class ExpertGain:
         if self.enough is None:
             enough = f"float8 would not be {self.least} times as fast at any number of tokens"
         else:
-            enough = f"{self.enough:,} tokens per expert are enough"
+            # 1.1 is what the documentation says of the default.
+            what = "" if self.least == LEAST else f" for {self.least}"
+            enough = f"{self.enough:,} tokens per expert are enough{what}"
         if self.enough_gathered is None:
             return enough
         return f"{enough}, {self.enough_gathered:,} where FSDP2 gathers float8 data"
@@ -169,13 +171,17 @@ class Gains:
         self._found: dict[tuple[Recipe, tuple[Product, ...]], ExpertGain] = {}
 
     @classmethod
-    def of_options(
-        cls, options: Mapping[str, Any], tokens: float | None = None, gpu: Gpu | None = None
-    ) -> "Gains":
+    def of_options(cls, options: Mapping[str, Any], tokens: float | None = None) -> "Gains":
         """Return what predicts for a conversion with these options of ``ExpertsChoice``, or for other ``tokens``."""
         least = LEAST_EXCHANGED if options.get("exchanged") else LEAST
         gathered = options.get("gathered", False)
-        return cls(gpu, tokens or options.get("tokens"), gathered=gathered, least=least)
+        return cls(None, tokens or options.get("tokens"), gathered=gathered, least=least)
+
+    @classmethod
+    def of_shapes(cls, shapes: Shapes, gpu: Gpu, gpus: int, tokens: float) -> "Gains":
+        """Return what predicts for a job of so many GPUs, whose experts FSDP2 gathers unless tokens travel to them."""
+        least = LEAST_EXCHANGED if shapes.exchanged else LEAST
+        return cls(gpu, tokens, gathered=gpus > 1 and not shapes.exchanged, least=least)
 
     def of(self, products: Sequence[Product], recipe: "Recipe") -> ExpertGain:
         """Return ``gain_of`` the weights of one module."""
@@ -189,9 +195,9 @@ class Gains:
         return self.of(expert_products(model, fqn, None), recipe)
 
 
-def why_left(gain: ExpertGain) -> str:
-    """Return the reason that reports give for experts that ``experts="auto"`` does not convert."""
-    return f'experts="auto": {gain}'
+def why_left(gain: ExpertGain, experts: bool | str | None) -> str:
+    """Return the reason that reports give for experts that ``experts``, one of ``AUTO``, does not convert."""
+    return f'experts="{experts}": {gain}'
 
 
 def gpu_here() -> Gpu:

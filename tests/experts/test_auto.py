@@ -16,6 +16,7 @@ from f8sub.estimator.experts import LEAST, LEAST_EXCHANGED, MANY, gain_of
 from f8sub.estimator.gpus import B200, H100, H200
 from f8sub.experts.module import Float8Experts
 from f8sub.experts.seams import EXPERTS
+from tests.experts.models import OwnExperts
 from tests.models import heard
 
 PAGES = Path(__file__).parents[2] / "docs"
@@ -166,6 +167,16 @@ def test_weights_that_nothing_gathers_warn_in_the_first_forward(monkeypatch):
 def test_a_third_weight_is_one_of_the_weights():
     with pytest.raises(f8sub.Float8ConfigError, match="down='w4' is none of weights"):
         f8sub.register_experts(nn.Linear, weights=("w1", "w2"), down="w4")
+
+    class Experts(OwnExperts):
+        """A class of this test alone."""
+
+    # Names that a class does not say are those of each of its modules.
+    f8sub.register_experts(Experts, down="w4")
+    with pytest.raises(
+        f8sub.Float8ConfigError, match=r"down='w4' is none of weights=\('gate', 'up', 'down'\)"
+    ):
+        f8sub.convert_to_float8(nn.Sequential(Experts(2, 32, 16)), experts=True)
 
 
 def test_narrow_experts_never_gain():
@@ -338,6 +349,31 @@ def test_advice_on_experts():
     assert "are in float8" in many.advice[-1]
     assert math.isclose(sum(group.flops_share for group in many.groups), 1)
     assert replace(many.shapes, products=()) == replace(few.shapes, products=())
+
+
+def test_experts_on_gpus_of_their_own_are_decided_on_as_a_conversion_does():
+    """With 1.25 asked for, and weights that each rank casts whole; and what was asked for is what is told."""
+    options = {"experts": "auto_expert_parallel", "tokens": 65536}
+    model = f8sub.convert_to_float8(on_meta("qwen3_moe"), "tensorwise", **options)
+    assert not any(isinstance(module, Float8Experts) for module in model.modules())
+    summary = f8sub.conversion_report(model).summary
+    said = 'experts="auto_expert_parallel": tensorwise is predicted'
+    enough = "8,318 tokens per expert are enough for 1.25"
+    assert said in summary
+    assert enough in summary
+    found = f8sub.estimate(on_meta("qwen3_moe"), ["tensorwise"], gpus=["H200"], **options)
+    reasons = [group.reason or "" for group in found.groups if "experts" in group.name]
+    assert len(reasons) == 2
+    assert all(said in reason and enough in reason for reason in reasons)
+    assert "stay in bf16" in found.advice[-1]
+    assert enough in found.advice[-1]
+    seconds = [
+        f8sub.estimate_step(on_meta("qwen3_moe"), 8, gpu="H200", tokens=65536, experts=given)
+        .predictions[-1]
+        .seconds
+        for given in (options["experts"], False, True)
+    ]
+    assert seconds[0] == seconds[1] != seconds[2]
 
 
 def test_a_recipe_that_packs_codes_leaves_experts_in_bf16():

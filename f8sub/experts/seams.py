@@ -231,13 +231,14 @@ def _is_swiglu(module: Any) -> bool:
     if module._f8sub.seam.down is None or "_apply_gate" in vars(module) or not _is_silu(module.act_fn):
         return False
     act = module.act_fn
-    return not (
+    return act is torch.nn.functional.silu or not (
         act._forward_hooks or act._forward_pre_hooks or act._backward_hooks or act._backward_pre_hooks
     )
 
 
 def _is_silu(act: Any) -> bool:
-    return f"{type(act).__module__}.{type(act).__name__}" in _SILU
+    # LFM2's experts have the function.
+    return act is torch.nn.functional.silu or f"{type(act).__module__}.{type(act).__name__}" in _SILU
 
 
 _SILU = "torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"

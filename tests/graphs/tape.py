@@ -22,7 +22,7 @@ from f8sub import capture
 from f8sub.graphs import graph_step
 from f8sub.kernels import quantize, reference
 from f8sub.torch_compat import no_dispatch_modes
-from f8sub.weights import amax_table
+from f8sub.weights import amax_table, exchange
 from f8sub.weights.master_weight import MasterWeight
 
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item"}
@@ -184,6 +184,8 @@ def imitate(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graph_step, "records", lambda device: True)
     patch.setattr(quantize, "quantize_on_cpu", reference.quantize)  # the former reads amaxes on the host
     patch.setattr(amax_table, "no_torch_dispatch", contextlib.nullcontext)
+    # As on a GPU: a replay would write to the table while gloo still reduces it.
+    patch.setattr(exchange.Exchange, "settles_at_once", True)
     for name, module in list(sys.modules.items()):
         if name.startswith("f8sub.") and hasattr(module, "is_capturing"):
             patch.setattr(module, "is_capturing", lambda tensor: capture.current_capture() is not None)

@@ -128,6 +128,10 @@ GRAPHS = Need(
     {
         "torch.utils._pytree.tree_flatten": "tree",
         "torch.utils._pytree.tree_unflatten": "leaves treespec",
+        "torch.nn.modules.module._global_forward_pre_hooks": "",
+        "torch.nn.modules.module._global_forward_hooks": "",
+        "torch.nn.modules.module._global_backward_pre_hooks": "",
+        "torch.nn.modules.module._global_backward_hooks": "",
     },
     {
         "FSDPState": "_comm_ctx _modules_to_run_forward _state_ctx _training_state",
@@ -360,6 +364,10 @@ DispatchMode: Any = _private("torch.utils._python_dispatch.TorchDispatchMode")
 no_torch_function = _private("torch._C._disabled_torch_function_impl")
 no_torch_function_of_subclasses = _private("torch._C.DisableTorchFunctionSubclass")
 no_torch_dispatch = _private("torch._C._DisableTorchDispatch")
+_HOOKS_OF_ALL_MODULES = [
+    _private(f"torch.nn.modules.module._global_{kind}_hooks")
+    for kind in ("forward_pre", "forward", "backward_pre", "backward")
+]
 dispatch_stack_size = _private("torch._C._len_torch_dispatch_stack")
 graph_task = _private("torch._C._current_graph_task_id")
 autograd_node = _private("torch._C._current_autograd_node")
@@ -841,6 +849,11 @@ _SHARDING_OPTIONS = (
     "_reduce_scatter_comm",
 )
 """What ``FSDPModule``'s setters write to a group and a pass reads, where the version of torch has it."""
+
+
+def hooks_of_all_modules() -> list[Any]:
+    """Return what ``torch.nn.modules.module.register_module_forward_hook`` and its siblings registered."""
+    return [hook for hooks in _HOOKS_OF_ALL_MODULES for hook in hooks.values()]
 
 
 def sharding_options(

@@ -10,7 +10,13 @@ from typing_extensions import override
 
 from f8sub.graphs.optimizers import is_on_device
 from f8sub.linear.autocast import recipes_entered
-from f8sub.torch_compat import is_dtensor, no_torch_function_of_subclasses, sharding_options, tree_leaves
+from f8sub.torch_compat import (
+    hooks_of_all_modules,
+    is_dtensor,
+    no_torch_function_of_subclasses,
+    sharding_options,
+    tree_leaves,
+)
 from f8sub.weights.conversion import Conversion
 
 
@@ -284,7 +290,7 @@ class Dependencies:
         self._sharding = self._options()
         self._tables = [(e, e.table) for c in conversions for e in c.exchanges.values()]
         self._optimizer = optimizer
-        self._contexts = _contexts()
+        self._contexts, self._hooks_of_all = _contexts(), hooks_of_all_modules()
         self._groups = self._groups_now()
         self._hooks = self._hooks_now()
         self._states = _States(optimizer)
@@ -299,6 +305,8 @@ class Dependencies:
         # What changes most often comes first, and what costs most to compare last.
         if self._contexts != _contexts():
             return "another torch.autocast, f8sub.autocast, grad mode, matmul precision or deterministic mode is on"
+        if self._hooks_of_all != hooks_of_all_modules():
+            return "hooks of all modules were registered or removed"
         if (found := self._modules.difference()) is not None:
             return found
         if changed := self._numbers.changed():

@@ -489,6 +489,21 @@ def test_a_hook_that_is_one_more_or_gone(imitated, of, said):
         assert hows(step, 4) == ["l", "l", "c", "r"]
 
 
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_a_hook_of_all_modules_that_is_one_more_or_gone(imitated, kind):
+    step, register = step_of(small("rowwise")), getattr(nn.modules.module, f"register_module_{kind}_hook")
+    assert hows(step, 5) == ["l", "l", "l", "c", "r"]
+    hook = register(nothing)
+    try:
+        step(*batch_of(5))
+        assert step.why_launched.endswith("hooks of all modules were registered or removed")
+        assert hows(step, 4) == ["l", "l", "c", "r"]
+    finally:
+        hook.remove()
+    step(*batch_of(5))
+    assert step.why_launched.endswith("hooks of all modules were registered or removed")
+
+
 class WithCounts(torch.optim.AdamW):
     """Has a number among its states, which each step that is launched or captured replaces."""
 

@@ -365,8 +365,10 @@ no_torch_function = _private("torch._C._disabled_torch_function_impl")
 no_torch_function_of_subclasses = _private("torch._C.DisableTorchFunctionSubclass")
 no_torch_dispatch = _private("torch._C._DisableTorchDispatch")
 _HOOKS_OF_ALL_MODULES = [
-    _private(f"torch.nn.modules.module._global_{kind}_hooks")
-    for kind in ("forward_pre", "forward", "backward_pre", "backward")
+    _private("torch.nn.modules.module._global_forward_pre_hooks"),
+    _private("torch.nn.modules.module._global_forward_hooks"),
+    _private("torch.nn.modules.module._global_backward_pre_hooks"),
+    _private("torch.nn.modules.module._global_backward_hooks"),
 ]
 dispatch_stack_size = _private("torch._C._len_torch_dispatch_stack")
 graph_task = _private("torch._C._current_graph_task_id")

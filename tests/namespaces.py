@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import PYTHONPATH, ROOT
+
 MULTIHOST = ROOT / "scripts" / "multihost.sh"
 _PROBE = """
     set -e
@@ -31,7 +32,7 @@ needs_hosts = pytest.mark.skipif(
 def environment(**more: str) -> dict[str, str]:
     """What a process on a host needs to run Python programs of this repository."""
     path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-    return {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    return {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"} | more
 
 
 def start(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:

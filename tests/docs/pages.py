@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.integrations.torchtitan.runs import installed
+from tests.processes import PYTHONPATH, ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = (
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
@@ -158,7 +158,7 @@ def run_on_rank(rank: int, world: int, example: Example) -> None:
 
 def on_a_cpu(folder: Path) -> dict[str, Any]:
     """Arguments of ``subprocess.run`` for a script that finds f8sub and no GPU."""
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {"capture_output": True, "text": True, "cwd": folder, "env": os.environ | own}
 
 

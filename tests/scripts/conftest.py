@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import PYTHONPATH, ROOT
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def run_script(tmp_path_factory):
             capture_output=True,
             text=True,
             timeout=1200,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", **environment},
         )
         finished.figures = json.loads(figures.read_text()) if figures.exists() else None
         return finished

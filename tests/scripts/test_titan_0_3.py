@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.table import ROOT
 from tests.integrations.torchtitan import runs
+from tests.processes import PYTHONPATH
 
 LLAMA = ("--flavor", "debugmodel", "--config", "llama3_debugmodel")
 QWEN = ("--model", "qwen3", "--flavor", "debugmodel_moe", "--config", "qwen3_moe_debug")
@@ -30,7 +30,7 @@ def test_it_trains_on_cpus(tmp_path: Path, model: tuple[str, ...], checkpoints: 
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

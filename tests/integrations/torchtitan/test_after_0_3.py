@@ -10,7 +10,7 @@ import pytest
 
 import f8sub
 from f8sub.integrations.torchtitan import layout
-from tests.docs.pages import ROOT
+from tests.processes import PYTHONPATH, ROOT
 from tests.selection import long_but
 
 STAND_IN = Path(__file__).with_name("after_0_3")
@@ -18,7 +18,7 @@ STAND_IN = Path(__file__).with_name("after_0_3")
 
 def python(stand_in: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """A Python that finds the stand-in before what is installed."""
-    path = os.pathsep.join(map(str, (stand_in, ROOT)))
+    path = os.pathsep.join((str(stand_in), PYTHONPATH))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, *words], env=environment, cwd=ROOT, capture_output=True, text=True)
 

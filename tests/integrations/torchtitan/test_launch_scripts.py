@@ -12,8 +12,8 @@ import pytest
 
 from tests.integrations.torchtitan.runs import alone
 from tests.integrations.torchtitan.test_training import of_torch_2_14
+from tests.processes import PYTHONPATH, ROOT
 
-ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "recipes" / "torchtitan"
 SETTINGS = {
     "llama3_8b.sh": ("8B", 2, 1, 1, False),
@@ -126,7 +126,7 @@ def launched(script: str, assets: Path, folder: Path, *options: str, ranks: int 
         *("--hf_assets_path", assets / "tokenizer", "--dataloader.dataset", "c4_test"),
         *("--dataloader.dataset_path", assets / "data", "--dump_folder", folder),
     )
-    variables = {"LAUNCHER": str(launcher), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    variables = {"LAUNCHER": str(launcher), "PYTHON": sys.executable, "PYTHONPATH": PYTHONPATH}
     variables |= {"NPROC_PER_NODE": f"{ranks}", "RDZV_ENDPOINT": "localhost:0"}
     words = [SCRIPTS / name, *arm, *own, *SHORT, *options]
     done = subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, timeout=600)

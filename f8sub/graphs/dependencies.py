@@ -1,7 +1,9 @@
 """Dependencies: all that a captured step reads by address, or has as a constant, and whether that is as it was."""
 
+import functools
 import itertools
 import operator
+import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -200,6 +202,7 @@ def _said(names: Iterable[str], different: Iterable[Any], said: str) -> str:
 
 
 _NUMBERS = bool, int, float, complex, str
+_FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial
 _PACKAGE = __name__.partition(".")[0]
 _NOT_COMPARED = {"require_forward_param_sync", "_fsdp_use_orig_params", "_is_fsdp_managed_module"}
 """What each forward of DistributedDataParallel writes, an evaluation another value than a training step; and marks of
@@ -207,7 +210,7 @@ _NOT_COMPARED = {"require_forward_param_sync", "_fsdp_use_orig_params", "_is_fsd
 
 
 class Number(NamedTuple):
-    """Holds a number, text or flag that Python may read while it launches a step.
+    """Holds a number, text, flag or function that Python may read or call while it launches a step.
 
     Attributes:
         name: the module's and the attribute's.
@@ -223,14 +226,17 @@ class Number(NamedTuple):
 
 
 def numbers_of(parts: Iterable[torch.nn.Module]) -> list[Number]:
-    """Return the numbers, texts and flags among the attributes of modules, but for those that count for f8sub."""
+    """Return the numbers, texts, flags and functions among the attributes of modules.
+
+    Not those that count for f8sub. A module's forward is None where it is that of the module's class.
+    """
     modules = {id(module): (name, module) for part in parts for name, module in part.named_modules()}
     return [
         Number(f"{name}.{key}".lstrip("."), vars(module), key, value)
         for name, module in modules.values()
         if "_f8sub" in vars(module) or type(module).__module__.partition(".")[0] != _PACKAGE
-        for key, value in vars(module).items()
-        if type(value) in _NUMBERS and key not in _NOT_COMPARED
+        for key, value in ({"forward": None} | vars(module)).items()
+        if (type(value) in _NUMBERS + _FUNCTIONS or key == "forward") and key not in _NOT_COMPARED
     ]
 
 

@@ -375,6 +375,11 @@ def given_another_number(model: nn.Module, optimizer: Any) -> None:
     model.blocks[0].norm1.eps = 1e-3
 
 
+def given_another_forward(model: nn.Module, optimizer: Any) -> None:
+    norm = model.blocks[0].norm1
+    norm.forward = lambda x: nn.LayerNorm.forward(norm, x) * 2
+
+
 def given_a_tensor(model: nn.Module, optimizer: Any) -> None:
     model.lm_head.in_features = torch.full((2,), 32)
 
@@ -439,6 +444,7 @@ def reloaded(model: nn.Module, optimizer: Any) -> None:
         (converted_back, r"blocks\.0\.q was given another class"),
         (converted_again, r"blocks\.0\.q was converted again"),
         (given_another_number, r"blocks\.0\.norm1\.eps changed"),
+        (given_another_forward, r"blocks\.0\.norm1\.forward changed"),
         (given_a_tensor, r"lm_head\.in_features changed"),
         (rounded, "hooks of modules were registered"),
         (hooked, "hooks of modules were registered"),
@@ -462,6 +468,20 @@ def test_what_a_graph_has_as_a_constant_is_captured_anew(imitated, change, said)
     assert step.how == "launched"
     assert re.search(said, step.why_launched)
     assert hows(step, 4) == ["l", "l", "c", "r"]
+
+
+def test_a_function_of_a_module_that_is_replaced(imitated):
+    model = small("rowwise")
+    norm = model.blocks[0].norm1
+    norm.doubles, norm.forward = (lambda x: 2 * x), norm.forward
+    step = step_of(model)
+    assert hows(step, 5) == ["l", "l", "l", "c", "r"]
+    norm.forward = nn.LayerNorm.forward.__get__(norm)  # the same, bound again
+    assert hows(step, 1) == ["r"]
+    norm.doubles = lambda x: 2.5 * x
+    step(*batch_of(5))
+    assert step.how == "launched"
+    assert "blocks.0.norm1.doubles changed" in step.why_launched
 
 
 @pytest.mark.parametrize(

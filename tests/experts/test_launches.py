@@ -8,7 +8,7 @@ import torch
 from f8sub import Float8Format
 from tests.kernels.interpreted import needs_triton, take_any_device
 from tests.kernels.test_launcher import fresh_process, over_other_tensors  # noqa: F401
-from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES, WALKS
+from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
 
 def by_groups(names: tuple[str, ...]) -> None:
@@ -49,12 +49,13 @@ def by_groups(names: tuple[str, ...]) -> None:
         )
 
 
-OTHERS = tuple(name for name in GROUP_FORMATS if name not in WALKS)
+SHORT = "tensorwise", "1x128"
+OTHERS = tuple(name for name in GROUP_FORMATS if name not in SHORT)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "names", [WALKS, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["walks", "others"]
+    "names", [SHORT, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["short", "others"]
 )
 def test_casts_by_groups_launch_the_same_over_other_tensors(fresh_process, names):  # noqa: F811
     fresh_process(by_groups, names)

@@ -47,7 +47,6 @@ SHORT = [
     ("tensorwise-e5m2", BOTH),
     ("rowwise", GATE),
     ("1x128", BOTH),
-    ("rowwise", EACH),
     ("tensorwise", EACH),
 ]
 MORE = [

@@ -25,6 +25,7 @@ for argument in "$@"; do
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE  # or each of the processes that tests start would compile f8sub again
 python=${VENV:-.venv}/bin/python
 if [ -n "$quick" ]; then
     ./scripts/setup_env.sh dev

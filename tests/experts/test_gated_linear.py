@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import types
 from collections.abc import Callable, Iterator
 
@@ -183,8 +184,10 @@ def test_a_repeated_forward_is_the_first_one():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("recipe", long_but(["tensorwise", "blockwise"], FUSED))
+@pytest.mark.parametrize(
+    ("recipe", "together"),
+    long_but([("tensorwise", True), ("blockwise", False)], itertools.product(FUSED, [True, False])),
+)
 def test_compiled_it_is_one_graph_without_swiglu(recipe, together):
     """SwiGLU is inside of the casts, which are nodes; both gradients with scales of groups are cast by one."""
     seen: list[str] = []

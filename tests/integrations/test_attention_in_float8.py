@@ -1,6 +1,7 @@
 """The option attention of trainers: what attends in float8, what checkpoints have, and that a run resumes bitwise."""
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,9 @@ def trainer(folder: Path, model: nn.Module, *callbacks: Any, **options: Any) -> 
     return Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=list(callbacks))
 
 
-@on_each_kind
-@pytest.mark.parametrize("restores", long_but([False], [False, True]))
+@pytest.mark.parametrize(
+    ("restores", "kind"), long_but([(False, "both")], itertools.product([False, True], KINDS))
+)
 def test_a_run_of_transformers_resumes_bitwise(tmp_path, restores, kind):
     first = trainer(tmp_path, build_model(), Float8Callback(**KINDS[kind]))
     first.train()

@@ -24,7 +24,7 @@ import operator
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from typing_extensions import TypeIs
+from typing_extensions import TypeIs, override
 
 from f8sub.errors import Float8ConfigError
 
@@ -206,6 +206,30 @@ REDUCTION = Need(
     },
 )
 
+IN_PLACE = Need(
+    "all-gathers into the weights' own memory",
+    "let FSDP2 copy what it gathers",
+    {
+        "torch.ops.fsdp.all_gather_copy_in.default": (
+            "exactly all_gather_inputs all_gather_output inp_split_sizes all_gather_input_numel rank"
+        ),
+        "torch.ops.fsdp.split_with_sizes_copy.default": (
+            "exactly all_gather_output all_gather_input_split_sizes dim out"
+        ),
+        "torch.distributed.ProcessGroup.allgather_into_tensor_coalesced": "",
+        "torch.distributed.distributed_c10d.AllgatherOptions": "",
+    },
+    {
+        "FSDPMeshInfo": "shard_process_group",
+        "FSDPParam": (
+            "all_gather_outputs alloc_all_gather_outputs free_unsharded_param fsdp_placement sharded_param"
+        ),
+        "FSDPParamGroup": (
+            "_all_gather_comm _all_gather_result comm_ctx device fsdp_params is_sharded mesh_info pre_forward unshard"
+        ),
+    },
+)
+
 REPLICAS = Need(
     "amax histories of DistributedDataParallel's replicas",
     "take a recipe with current scaling",
@@ -230,6 +254,7 @@ NEEDS = (
     EXPERTS,
     GATHER,
     REDUCTION,
+    IN_PLACE,
     REPLICAS,
     GROUPS,
     GRAPHS,
@@ -392,6 +417,7 @@ _no_modes = _private("torch.utils._python_dispatch._disable_current_modes")
 all_reduce_node = _private("torch.ops._c10d_functional.all_reduce.default")
 reduce_scatter_node = _private("torch.ops._c10d_functional.reduce_scatter_tensor.default")
 running_ddp = _private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
+_AllgatherOptions: Any = _private("torch.distributed.distributed_c10d.AllgatherOptions")
 _torchs_group_name = _private("torch.distributed.distributed_c10d._process_group_name")
 _fsdp_states = _private("torch.distributed._composable_state._module_state_mapping")
 
@@ -941,6 +967,168 @@ def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) 
     """The one of ``CHUNK_CATS`` that takes most: gradients of several dtypes, if torch has it."""
     name = "chunk_cat_mixed_dtype" if hasattr(torch.ops.fsdp, "chunk_cat_mixed_dtype") else "chunk_cat"
     getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
+
+
+def gather_in_place(modules: Collection[torch.nn.Module]) -> int:
+    """Have FSDP2 gather the parameters of ``modules`` where they are read, with no flat memory that it copies out of.
+
+    FSDP2 asks its all-gather for a flat output, has it gathered into, and copies each parameter out of it. The values
+    are the same. It is so wherever an all-gather is begun before what runs meanwhile is launched, as every backward
+    pass and ``set_modules_to_forward_prefetch`` do: the memory is then that of parameters that were freed before, and
+    the all-gather waits for what was launched until then. A group that is gathered by its own forward keeps FSDP2's
+    copy, because its all-gather would wait for the layer before it, beside which FSDP2 has it run.
+
+    A group keeps an all-gather that is not torch's own, and parameters that are not sharded along dimension 0.
+
+    Args:
+        modules: owners of the parameters. A group is changed if all of its parameters are theirs.
+
+    Returns:
+        How many groups were changed.
+
+    Raises:
+        Float8ConfigError: torch's FSDP2 is not as ``IN_PLACE`` has it.
+    """
+    require(IN_PLACE)
+    groups: dict[int, tuple[Any, list[Any]]] = {}
+    for group, param in fsdp_params():
+        groups.setdefault(id(group), (group, []))[1].append(param)
+    changed = 0
+    for group, params in groups.values():
+        require_attributes(IN_PLACE, group, group.mesh_info, *params)
+        comm: Any = group._all_gather_comm
+        # By name: the class lives in a private module of FSDP2.
+        is_default = type(comm).__name__ == "DefaultAllGather" and not hasattr(comm, "places")
+        of_rows = all(param.fsdp_placement.dim == 0 for param in params)
+        if is_default and of_rows and all(module_of(param) in modules for param in params):
+            default: Any = type(comm)
+            group._all_gather_comm = _in_place(default)()
+            group.pre_forward = functools.partial(_own_forward, group.pre_forward, group)
+            group.unshard = functools.partial(_unshard, group.unshard, group)
+            changed += 1
+    return changed
+
+
+@functools.cache
+def _in_place(default: Any) -> Any:
+    """Return torch's own all-gather, which gathers into ``places`` while there are any."""
+
+    # By the name and the class, code that looks for torch's own finds that.
+    class DefaultAllGather(default):  # type: ignore[misc]
+        places: Sequence[torch.Tensor] | None = None
+        in_own_forward = False
+
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+            if self.places is None:
+                plain: torch.Tensor = super().allocate(size, dtype=dtype, device=device)
+                return plain
+            return Places(self.places, dtype)
+
+        def __call__(
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *how: Any, **named: Any
+        ) -> Any:
+            if not isinstance(output_tensor, Places):
+                return super().__call__(output_tensor, input_tensor, group, *how, **named)
+            options = _AllgatherOptions()
+            options.asyncOp = False
+            places = [place.flatten() for place in output_tensor.places]
+            own = [place[group.rank()] for place in output_tensor.places]
+            with preserve_version_counter(tuple(places)):
+                group.allgather_into_tensor_coalesced(places, own, options).wait()
+            return None
+
+    return DefaultAllGather
+
+
+def _own_forward(own: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    comm = group._all_gather_comm
+    comm.in_own_forward = True
+    try:
+        return own(*args, **kwargs)
+    finally:
+        comm.in_own_forward = False
+
+
+def _unshard(own: Callable[..., None], group: Any, async_op: bool = False) -> None:
+    comm, params, among = group._all_gather_comm, group.fsdp_params, shard_ranks(group)
+    ranks = 1 if among is None else among.size()
+    # The first all-gather of all makes the tensors.
+    has_outputs = all(param.all_gather_outputs for param in params)
+    is_due = group.is_sharded and group._all_gather_result is None and ranks > 1
+    if async_op or not (is_due and has_outputs) or comm.in_own_forward:
+        own(async_op)
+        return
+    for param in params:
+        param.alloc_all_gather_outputs()
+    stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+    stream.wait_stream(torch.get_device_module(group.device).current_stream())
+    outputs = [tensor for param in params for tensor in param.all_gather_outputs]
+    comm.places = [tensor.view(torch.uint8).view(ranks, -1) for tensor in outputs]
+    try:
+        own(async_op)
+    finally:
+        comm.places = None
+        if group._all_gather_result is None:
+            # FSDP2 was told not to gather in backward.
+            for param in params:
+                param.free_unsharded_param()
+
+
+class Places(torch.Tensor):
+    """Stands for the flat output of an all-gather, where each parameter is gathered into memory of its own.
+
+    Attributes:
+        places: that memory, each uint8, (ranks, bytes of a rank).
+    """
+
+    __torch_function__ = no_torch_function
+
+    places: Sequence[torch.Tensor]
+
+    @staticmethod
+    def __new__(cls: type["Places"], places: Sequence[torch.Tensor], dtype: torch.dtype) -> "Places":
+        """Stand for all of them together, in ``dtype``."""
+        numel = sum(place.numel() for place in places) // dtype.itemsize
+        self: Places = torch.Tensor._make_wrapper_subclass(
+            cls, (numel,), dtype=dtype, device=places[0].device
+        )
+        self.places = places
+        return self
+
+    @override
+    def view(self, *shape: Any) -> "Places":
+        """Return itself: FSDP2 asks for a row for each rank, before the operator that copies out of them."""
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name() == ALL_GATHER_COPY_IN:
+            own, pieces = pieces_of(*args[1:])
+            torch._foreach_copy_(pieces, args[0])
+            return own, args[1]
+        if func.name() == _COPY_OUT:
+            begin = torch.Tensor.data_ptr
+            if list(map(begin, (kwargs or {})["out"])) == list(map(begin, args[0].places)):
+                return None  # they are there
+        raise unknown_operator(func.name())
+
+
+_COPY_OUT = "fsdp::split_with_sizes_copy"
+
+
+def pieces_of(
+    gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return what an all-gather sends, a rank's part of the memory that it fills, and the pieces of the inputs there.
+
+    The arguments are those of ``fsdp::all_gather_copy_in``.
+    """
+    if isinstance(gathered, Places):
+        return gathered, [place[rank].view(gathered.dtype) for place in gathered.places]
+    own = gathered.narrow(0, size * rank, size)
+    return own, list(own.split(sizes))
 
 
 Copy = Callable[[Sequence[torch.Tensor], torch.Tensor], bool]

@@ -23,6 +23,7 @@ from f8sub.kernels.triton.support import ALIGNMENT, STEP_SPAN, ShardSlice
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
     no_torch_function,
+    pieces_of,
     preserve_version_counter,
     tree_map_only,
     unknown_operator,
@@ -482,9 +483,7 @@ def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> lis
 def _copy_in(
     inputs: Sequence[torch.Tensor], gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # This rank's part of the gathered tensor, which the all-gather sends from in place.
-    own = gathered.narrow(0, size * rank, size)
-    outs = own.split(sizes)
+    own, outs = pieces_of(gathered, sizes, size, rank)
     plain = [number for number, each in enumerate(inputs) if not isinstance(each, PendingCodes)]
     # Norms, biases and weights in high precision are gathered with these.
     if plain:
@@ -495,7 +494,7 @@ def _copy_in(
 
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:
-    """Cast each shard into contiguous bytes of one memory; in one launch, where kernels do."""
+    """Cast each shard into contiguous bytes; in one launch, where kernels do."""
     # FSDP2 gathers the same parameters together each time, so the first weight stands for all of them.
     first = pending[0].shard
     if first.casts is None or first.casts.state != _state(pending, outs):

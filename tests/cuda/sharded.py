@@ -1,11 +1,14 @@
 """What the ranks of the sharding tests run, each on a GPU of its own."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import f8sub
+from f8sub import torch_compat
 from tests.data_sets import gaussian, generator
 from tests.kernels.products import bits
 from tests.models import BF16, float8_layers, precompute, shard, transformer
@@ -57,6 +60,36 @@ def losses_on_and_off(rank: int, world: int, recipe: str) -> tuple[list[float], 
         model = shard(model_on_gpu(recipe, all_gather=all_gather), BF16)
         found.append(train(model, optimizer_of(model.parameters()), rank))
     return tuple(found)
+
+
+def losses_in_place(rank: int, world: int, recipe: str, replayed: bool) -> tuple[list[float], list[float]]:
+    """Losses of weights that are gathered where they are read, blocks one ahead, and of those that FSDP2 copies."""
+    found = []
+    for in_place in (True, False):
+        model = shard(model_on_gpu(recipe), BF16)
+        if in_place:
+            for block, following in itertools.pairwise(model.blocks):
+                block.set_modules_to_forward_prefetch([following])
+            assert torch_compat.gather_in_place(set(model.modules())) == len(model.blocks) + 1
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        found.append(_losses_of_a_graph_step(model, optimizer, rank, warmup=3 if replayed else 10**6))
+    return tuple(found)
+
+
+def _losses_of_a_graph_step(model: nn.Module, optimizer, rank: int, *, warmup: int) -> list[float]:
+    def forward_backward(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), target)
+        loss.backward()
+        return loss.detach()
+
+    step, found = f8sub.graph_step(forward_backward, model, optimizer, warmup=warmup), []
+    for number in range(2 * STEPS):
+        rng = generator(1000 * number + rank)
+        x, target = gaussian((BATCH, 4, WIDTH), rng), torch.randint(CLASSES, (BATCH * 4,), generator=rng)
+        found.append(step(x.cuda(), target.cuda()).item())
+    assert step.how == ("replayed" if warmup == 3 else "launched"), step.why_launched
+    step.close()
+    return found
 
 
 def offloaded_losses(rank: int, world: int, recipe: str) -> tuple[list[float], list[float]]:

@@ -37,6 +37,13 @@ def test_losses_with_the_float8_all_gather_and_without(on_gpus, recipe):
         assert on[-1] < on[0]
 
 
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+@on_each_recipe
+def test_gathers_in_place(on_gpus, recipe, replayed):
+    for in_place, copied in on_gpus(sharded.losses_in_place, recipe, replayed):
+        assert in_place == copied
+
+
 def test_cpu_offload(on_gpus):
     for offloaded, resident in on_gpus(sharded.offloaded_losses, "tensorwise"):
         assert offloaded == pytest.approx(resident, rel=1e-3)

@@ -1,0 +1,163 @@
+"""All-gathers into the weights' own memory: values are those of FSDP2's copy, and no flat memory is filled."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import f8sub
+from f8sub import torch_compat
+from tests.data_sets import gaussian, generator
+from tests.models import checkpointed, equal, loss_of, replicated, shard, train, transformer
+from tests.selection import long_but
+from tests.wire import ONE_RECIPE_A_WIRE, Wire
+
+BLOCKS = 3
+FLAT, IN_PLACE = "_allgather_base_", "allgather_into_tensor_coalesced_"
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def model_of(recipe: str | None, in_place: bool, change: Callable[[nn.Module], Any], **how: Any) -> nn.Module:
+    model = shard(change(transformer(recipe, blocks=BLOCKS)), **how)
+    if in_place:
+        assert torch_compat.gather_in_place(set(model.modules())) == BLOCKS + 1
+    return model
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def bytes_held(model: nn.Module) -> int:
+    """Of the memory that FSDP2 gathers into."""
+    modules, params = set(model.modules()), (param for _, param in torch_compat.fsdp_params())
+    outputs = [param.all_gather_outputs for param in params if torch_compat.module_of(param) in modules]
+    assert all(outputs)
+    return sum(tensor.untyped_storage().nbytes() for tensors in outputs for tensor in tensors)
+
+
+def assert_same(rank: int, recipe: str | None, change: Callable = lambda model: model, **how: Any) -> None:
+    found, right = (model_of(recipe, in_place, change, **how) for in_place in (True, False))
+    assert train(found, rank) == train(right, rank)
+    assert equal(weights(found), weights(right))
+
+
+@pytest.mark.parametrize("world", long_but((3,), (2, 3, 4)))
+@pytest.mark.parametrize("recipe", long_but(("tensorwise", None), (*ONE_RECIPE_A_WIRE, "delayed", None)))
+def test_losses_and_weights_are_those_of_a_copy(rank, world, recipe):
+    """Blocks of 32 and 48 rows do not divide by 3; norms and biases are gathered in bf16 beside codes."""
+    assert_same(rank, recipe, policy=BF16)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"change": checkpointed}, id="checkpointed"),
+        pytest.param({"reshard_after_forward": False}, id="kept", marks=pytest.mark.long),
+        pytest.param({}, id="float32", marks=pytest.mark.long),
+    ],
+)
+def test_other_ways_of_training(rank, world, how):
+    assert_same(rank, "tensorwise", **how)
+
+
+@pytest.mark.parametrize("world", [4])
+def test_of_replicas(rank, world):
+    assert_same(rank, "rowwise", mesh=replicated(2))
+
+
+def prefetching(model: nn.Module) -> nn.Module:
+    for block, following in zip(model.blocks, model.blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prefetches", "flat", "in_place"),
+    # Forward: of the root, whose parameters stay, and of each block; backward: of each block.
+    [(False, 1 + BLOCKS, BLOCKS), (True, 2, 2 * BLOCKS - 1)],
+    ids=["implicit", "explicit"],
+)
+def test_backward_passes_and_prefetches_fill_no_flat_memory(rank, world, prefetches, flat, in_place):
+    model = model_of("tensorwise", True, lambda model: model, policy=BF16)
+    if prefetches:
+        prefetching(model)
+    right = model_of("tensorwise", False, lambda model: model, policy=BF16)
+    assert train(model, rank) == train(right, rank)
+    with Wire() as wire:
+        loss_of(model, 9, rank).backward()
+    with Wire() as copied:
+        loss_of(right, 9, rank).backward()
+    assert (wire.calls[FLAT], wire.calls[IN_PLACE]) == (flat, in_place)
+    assert wire.gathered == copied.gathered
+
+
+def test_gathered_memory_is_freed(rank, world):
+    model = model_of("tensorwise", True, lambda model: model, reshard_after_forward=True)
+    train(model, rank)
+    assert not bytes_held(model)
+
+
+def test_blocks_that_backward_does_not_gather_hold_nothing(rank, world):
+    """``set_unshard_in_backward(False)`` of an embedding, whose backward needs no weights."""
+    layers = f8sub.convert_to_float8(nn.ModuleList([nn.Embedding(16, 32), nn.Linear(32, 32)]), min_dim=1)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=True)
+    embedding, linear = layers
+    embedding.set_unshard_in_backward(False)
+    f8sub.precompute_scales(layers)
+    assert torch_compat.gather_in_place(set(layers.modules())) == 2
+    for _ in range(2):
+        linear(embedding(torch.arange(16))).square().mean().backward()
+    assert not bytes_held(layers)
+
+
+def test_a_prefetch_that_nothing_reads_changes_no_later_step(rank, world):
+    """A block is gathered for a backward that it has no part in; then weights change."""
+    found, right = (model_of("tensorwise", in_place, lambda model: model) for in_place in (True, False))
+    for model in (found, right):
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+        train(model, rank, steps=1)
+        x = gaussian((4, 4, 32), generator(rank))
+        model.blocks[2](model.blocks[1](x)).square().mean().backward()
+    assert train(found, rank, start=1) == train(right, rank, start=1)
+    assert equal(weights(found), weights(right))
+
+
+@pytest.mark.parametrize(
+    "around", long_but([torch.inference_mode], [torch.no_grad, torch.inference_mode, nullcontext])
+)
+def test_unsharded_by_hand(rank, world, around):
+    model = model_of("tensorwise", True, lambda model: model)
+    right = model_of("tensorwise", False, lambda model: model)
+    train(model, rank), train(right, rank)
+    for block in (*model.blocks, *right.blocks):
+        block.unshard()
+    pending = model.blocks[0].unshard(async_op=True)
+    if pending is not None:
+        pending.wait()
+    with around():
+        x = gaussian((4, 4, 32), generator(3))
+        assert torch.equal(model(x), right(x))
+
+
+def test_other_all_gathers_and_other_shards_are_left_alone(rank, world):
+    class Own(torch_compat._at("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather")):
+        pass
+
+    own, columns = nn.Linear(32, 32), nn.Linear(32, 32)
+    fully_shard(own).set_custom_all_gather(Own())
+    fully_shard(columns, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    assert torch_compat.gather_in_place({own, columns}) == 0
+    dist.barrier()
+
+
+def test_a_second_call_changes_nothing(rank, world):
+    model = model_of("tensorwise", True, lambda model: model)
+    assert torch_compat.gather_in_place(set(model.modules())) == 0

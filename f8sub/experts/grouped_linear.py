@@ -44,8 +44,8 @@ from f8sub.kernels.grouped.operands import (
 from f8sub.kernels.quantize import (
     derive_columnwise_of_experts,
     quantize,
+    quantize_computed,
     quantize_experts,
-    quantize_gated,
     small_part_of,
 )
 from f8sub.kernels.scales import CURRENT_SOURCES, PriorScale, Sources, scale_now, with_inverse
@@ -349,7 +349,7 @@ class GatedMatmul(torch.autograd.Function):
         ]
         recipe, plan = calls.down.plan.recipe, calls.down.plan
         formats = present(recipe.fprop.a), recipe.wgrad.b if needs_down else None
-        h, kept_h, _ = quantize_gated(Gated(*_halves(results)), *formats, groups, plan.multiple)
+        h, kept_h, _ = quantize_computed(Gated(*_halves(results)), *formats, groups, plan.multiple)
         y = product_of_rows(present(h), down, groups, calls.down)
         saved = [() if kept is None else tensors_of(kept) for kept in (kept_x, kept_h)]
         # Where down alone trains, nothing reads them again.
@@ -418,11 +418,11 @@ def _codes(
     gated = Gated(*_halves(results), dh)
     multiple = calls[0].plan.multiple
     if len(calls) == 1:
-        a, left, _ = quantize_gated(gated._replace(side=BOTH), *formats[0], groups, multiple)
+        a, left, _ = quantize_computed(gated._replace(side=BOTH), *formats[0], groups, multiple)
         return [(a, left)]
     # With scales of groups both are cast by one launch.
     if formats[0] == formats[1] and all(format is None or format.tile.cols == ALL for format in formats[0]):
-        a, left, _ = quantize_gated(gated._replace(side=EACH), *formats[0], groups, multiple)
+        a, left, _ = quantize_computed(gated._replace(side=EACH), *formats[0], groups, multiple)
         return list(zip(_unstacked(a), _unstacked(left), strict=True))
     found: list[tuple[Tokens | None, Tokens | None]] = []
     for side, own in zip((GATE, UP), formats, strict=True):
@@ -430,7 +430,7 @@ def _codes(
         if own == (None, None):
             found.append((None, None))
             continue
-        a, left, _ = quantize_gated(gated._replace(side=side), *own, groups, multiple)
+        a, left, _ = quantize_computed(gated._replace(side=side), *own, groups, multiple)
         found.append((a, left))
     return found
 

@@ -14,9 +14,12 @@ from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, Operand, 
 from f8sub.kernels import reference
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import (
+    EACH,
+    Computed,
     ExpertWeights,
     Gated,
     Groups,
+    Taken,
     Tokens,
     aligned_rows,
     empty_codes,
@@ -318,28 +321,54 @@ def _tokens_of(
     return row, col
 
 
-def quantize_gated(
-    gated: Gated,
+def quantize_computed(
+    computed: Computed,
     groups: Groups,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
     """``quantize_tokens`` of what is computed where it is cast; of its values where no kernel does both."""
-    if not _takes_gated(gated, groups, rowwise, columnwise, multiple):
-        if gated.matrices == 1:
-            return quantize_tokens(gated.values(), groups, rowwise, columnwise, multiple)
-        return stacked([quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()])
+    how = groups, rowwise, columnwise, multiple
+    takes = _takes_taken(computed, *how) if isinstance(computed, Taken) else _takes_gated(computed, *how)
+    if not takes:
+        if isinstance(computed, Gated) and computed.side == EACH:
+            return stacked([quantize_computed(one, *how) for one in computed.each()])
+        return quantize_tokens(computed.values(), *how)
     from f8sub.kernels.triton import launch
 
     ends = groups.ends.contiguous()
-    with support.device_of(gated.gate):
+    with support.device_of(computed[0]):
         tensors = launch.run(
-            ("gated", rowwise, columnwise, multiple, gated.side),
-            (gated.gate, gated.up, gated.dh, ends),
-            lambda: token_launches(gated.empty(), ends, rowwise, columnwise, multiple, gated),
+            ("computed", computed.side, rowwise, columnwise, multiple),
+            (*computed[:3], ends),
+            lambda: token_launches(computed.empty(), ends, rowwise, columnwise, multiple, computed),
         )
     return _tokens_of(tensors, groups, rowwise, columnwise)
+
+
+def _takes_taken(
+    taken: Taken,
+    groups: Groups,
+    rowwise: Float8Format | None,
+    columnwise: Float8Format | None,
+    multiple: int,
+) -> bool:
+    """Return whether the kernels of groups cast it, which look up where each row lies."""
+    if columnwise is None:
+        # One scale per row or a vector alone is for the kernels of a whole matrix.
+        if rowwise is None or rowwise.tile in (ROWWISE, VECTOR):
+            return False
+    elif rowwise not in (None, columnwise):
+        return False
+    x, rows, factors = taken
+    return (
+        _takes_groups(taken.empty(), groups, rowwise, columnwise, multiple)
+        and x.is_contiguous()
+        and x.data_ptr() % ALIGNMENT == 0
+        and rows.is_contiguous()
+        and (factors is None or (factors.is_contiguous() and factors.dtype in HIGH_PRECISION))
+    )
 
 
 def _takes_gated(
@@ -381,11 +410,11 @@ def token_launches(
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     multiple: int,
-    gated: Gated | None = None,
+    computed: Computed | None = None,
 ) -> "Launches":
     """How kernels make the operands of one format, of groups that follow each other; they fill what is made here.
 
-    ``gated`` is cast in place of ``x``, which is its ``empty()`` then.
+    ``computed`` is cast in place of ``x``, which is its ``empty()`` then.
     """
     format = rowwise or columnwise
     if format is None:
@@ -400,7 +429,7 @@ def token_launches(
     # A kernel writes where the groups lie, which the host does not know.
     laid = Groups(torch.empty_like(ends), torch.empty_like(ends), aligned_rows(len(x), len(ends), edge))
     row = col = None
-    count = 1 if gated is None else gated.matrices
+    count = 1 if computed is None else computed.matrices
     if rowwise is not None:
         of_rows = laid if is_square else given
         data = x.new_empty((count * of_rows.rows, x.shape[1]), dtype=rowwise.dtype)
@@ -411,7 +440,7 @@ def token_launches(
     where = (laid.first, laid.ends) if is_laid_out else None
     from f8sub.kernels.triton import quantize_grouped_launch
 
-    return quantize_grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where, gated)
+    return quantize_grouped_launch.quantization(x, ends, row, col, edge, laid.rows, where, computed)
 
 
 def _takes_groups(

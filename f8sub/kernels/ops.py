@@ -28,11 +28,12 @@ from f8sub.kernels.graph_ops import (
 )
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import (
+    Computed,
     ExpertWeights,
-    Gated,
     Groups,
     Tokens,
     aligned_rows,
+    computed_of,
     empty_codes,
     start_of_groups,
 )
@@ -332,10 +333,10 @@ def _quantize_groups(
     return _listed(x, made, row, col, multiple)
 
 
-def _quantize_gated(  # noqa: PLR0913  (an operator has no structures)
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    dh: torch.Tensor | None,
+def _quantize_computed(  # noqa: PLR0913  (an operator has no structures)
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None,
     side: str,
     first: torch.Tensor,
     ends: torch.Tensor,
@@ -343,19 +344,20 @@ def _quantize_gated(  # noqa: PLR0913  (an operator has no structures)
     columnwise: str | None,
     multiple: int,
 ) -> list[torch.Tensor]:
-    """``_quantize_groups`` of ``Gated``."""
+    """``_quantize_groups`` of ``computed_of`` three tensors."""
     row, col = (None if name is None else Float8Format.parse(name) for name in (rowwise, columnwise))
-    gated = Gated(gate, up, dh, side)
-    quantize = operands.quantize_gated if gate.is_cpu else cuda.quantize_gated
-    made = quantize(gated, Groups(first, ends, gate.shape[0]), row, col, multiple)
-    return _listed(gated.empty(), made, row, col, multiple)
+    computed = computed_of(a, b, c, side)
+    like = computed.empty()
+    quantize = operands.quantize_computed if a.is_cpu else cuda.quantize_computed
+    made = quantize(computed, Groups(first, ends, like.shape[0]), row, col, multiple)
+    return _listed(like, made, row, col, multiple)
 
 
-def _fake_gated(
-    gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor | None, side: str, *rest: Any
+def _fake_computed(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, side: str, *rest: Any
 ) -> list[torch.Tensor]:
-    gated = Gated(gate, up, dh, side)
-    return _fake_groups(gated.empty(), *rest, count=gated.matrices)
+    computed = computed_of(a, b, c, side)
+    return _fake_groups(computed.empty(), *rest, count=computed.matrices)
 
 
 def _listed(
@@ -450,7 +452,7 @@ def _fake_derived_of_experts(
 
 
 quantize_groups_as_one_node = operator(_quantize_groups, "quantize_groups", _fake_groups)
-quantize_gated_as_one_node = operator(_quantize_gated, "quantize_gated", _fake_gated)
+quantize_computed_as_one_node = operator(_quantize_computed, "quantize_computed", _fake_computed)
 experts_as_one_node = operator(_quantize_experts, "quantize_experts", _fake_experts)
 derive_of_experts_as_one_node = operator(
     _derive_columnwise_of_experts, "derive_columnwise_of_experts", _fake_derived_of_experts
@@ -470,8 +472,8 @@ def quantized_groups(
     return _unlisted(tensors, groups, rowwise, columnwise, multiple)
 
 
-def quantized_gated(
-    gated: Gated,
+def quantized_computed(
+    computed: Computed,
     groups: Groups,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
@@ -479,7 +481,8 @@ def quantized_gated(
 ) -> tuple[Tokens | None, Tokens | None]:
     """``quantized_groups`` of what is computed where it is cast."""
     names = (None if format is None else format.name for format in (rowwise, columnwise))
-    tensors = quantize_gated_as_one_node(*gated, groups.first, groups.ends, *names, multiple)
+    given = *computed[:3], computed.side, groups.first, groups.ends
+    tensors = quantize_computed_as_one_node(*given, *names, multiple)
     return _unlisted(tensors, groups, rowwise, columnwise, multiple)
 
 

@@ -17,7 +17,13 @@ import torch
 from f8sub.formats import Float8Format, Operand, ScaleRule
 from f8sub.kernels import cuda, ops, reference
 from f8sub.kernels.grouped import operands
-from f8sub.kernels.grouped.operands import ExpertWeights, Gated, Groups, QuantizedTokens, quantize_with_prior
+from f8sub.kernels.grouped.operands import (
+    Computed,
+    ExpertWeights,
+    Groups,
+    QuantizedTokens,
+    quantize_with_prior,
+)
 from f8sub.kernels.reference import Quantized
 from f8sub.kernels.scales import CURRENT, PriorScale, ScaleSource, largest_scale, smallest_scale
 from f8sub.torch_compat import no_dispatch_modes
@@ -171,18 +177,20 @@ def quantize(
     return cuda.quantize(x, rowwise, columnwise, any_layout, prior)
 
 
-def quantize_gated(
-    gated: Gated,
+def quantize_computed(
+    computed: Computed,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     groups: Groups,
     multiple: int,
 ) -> QuantizedTokens:
     """``quantize`` of tokens that are computed where they are cast, with scales of their current amaxes."""
+    if rowwise is None and columnwise is None:
+        return QuantizedTokens(None, None)
     if torch.compiler.is_compiling():
-        return QuantizedTokens(*ops.quantized_gated(gated, groups, rowwise, columnwise, multiple))
-    kernel = operands.quantize_gated if gated.gate.is_cpu else cuda.quantize_gated
-    return QuantizedTokens(*kernel(gated, groups, rowwise, columnwise, multiple))
+        return QuantizedTokens(*ops.quantized_computed(computed, groups, rowwise, columnwise, multiple))
+    kernel = operands.quantize_computed if computed[0].is_cpu else cuda.quantize_computed
+    return QuantizedTokens(*kernel(computed, groups, rowwise, columnwise, multiple))
 
 
 def derive_columnwise_in_backward(

@@ -111,8 +111,8 @@ def test_swiglu_in_the_cast_has_the_codes_of_torchs(name, side):
         pytest.skip("two matrices at once have scales of groups")
     groups, format = casts.on("cuda", casts.groups_of([1000, 0, 37, 5000])), casts.GROUP_FORMATS[name]
     source = swiglu.gated(groups, side, "cuda", together=side != EACH)
-    found = cuda.quantize_gated(source, groups, format, format, 128)
-    right = operands.quantize_gated(source, groups, format, format, 128)
+    found = cuda.quantize_computed(source, groups, format, format, 128)
+    right = operands.quantize_computed(source, groups, format, format, 128)
     rows = int(groups.ends[-1])
     for codes, wanted in zip(found, right, strict=True):
         a, b = (one.data.view(torch.uint8) for one in (codes, wanted))

@@ -118,13 +118,13 @@ def test_nothing_is_cast_for_a_frozen_weight_of_an_x_without_gradient(recipe, mo
     tensors = given(together=False)
     for frozen in tensors[:2]:
         frozen.requires_grad_(False)
-    cast, quantize = [], calls.quantize_gated
+    cast, quantize = [], calls.quantize_computed
 
     def noted(gated, *formats_and_how):
         cast.append(gated.side)
         return quantize(gated, *formats_and_how)
 
-    monkeypatch.setattr(calls, "quantize_gated", noted)
+    monkeypatch.setattr(calls, "quantize_computed", noted)
     assert_same(tensors, recipe=recipe)
     assert cast == ["result", "up"]
 
@@ -203,7 +203,7 @@ def test_compiled_it_is_one_graph_without_swiglu(recipe, together):
     right = ran(torch.compile(by_product, backend="aot_eager", fullgraph=True), tensors, recipe=recipe)
     assert all(map(torch.equal, found, right))
     one_launch = together or recipe in ("tensorwise", "rowwise")
-    assert seen.count("f8sub.quantize_gated.default") == (2 if one_launch else 3)
+    assert seen.count("f8sub.quantize_computed.default") == (2 if one_launch else 3)
     assert not any("silu" in name or "sigmoid" in name for name in seen)
 
 
@@ -387,7 +387,7 @@ def test_compiled_they_do_so_too(change):
     chosen = torch.tensor([[0, 1]] * 8), torch.full((8, 2), 0.5).bfloat16()
     y = torch.compile(changed_experts(change), backend=backend)(x, *chosen)
     y.backward(gaussian(tuple(y.shape), generator(2)).to(y.dtype))
-    assert seen.count("f8sub.quantize_gated.default") == (2 if change in ARE_SWIGLU else 0)
+    assert seen.count("f8sub.quantize_computed.default") == (2 if change in ARE_SWIGLU else 0)
     assert seen.count("f8sub.quantize_groups.default") == (2 if change in ARE_SWIGLU else 4)
 
 

@@ -66,7 +66,7 @@ def test_what_is_cast_is_what_torch_computes(name, side, kind, device):
     values = [one.values().cpu() for one in (source.each() if side == EACH else [source])]
     for row in (format, None):
         with launched() as names:
-            found = cuda.quantize_gated(source, on(device, groups), row, format, 128)
+            found = cuda.quantize_computed(source, on(device, groups), row, format, 128)
         assert names == ["lay_out", KERNELS[name]]
         pairs = [found]
         if side == EACH:

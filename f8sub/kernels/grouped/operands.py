@@ -233,6 +233,50 @@ def quantize_both(
     )
 
 
+TAKEN = "taken"
+"""What is cast of ``Taken``."""
+
+
+class Taken(NamedTuple):
+    """Rows of a matrix by index, each times its factor, that are computed where they are cast.
+
+    A product is rounded to the dtype of x, as PyTorch's is.
+
+    Attributes:
+        x: (T, K), in high precision.
+        rows: int32 or int64, (M,): the row of x that each one is. No kernel reads those past the last group.
+        factors: (M,), in high precision; None for rows as they are.
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    factors: torch.Tensor | None = None
+
+    @property
+    def side(self) -> str:
+        """``TAKEN``: what ``computed_of`` knows it by."""
+        return TAKEN
+
+    @property
+    def matrices(self) -> int:
+        """Matrices that are cast: one."""
+        return 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is read for what is cast."""
+        return self.rows.shape[0] * self.x.shape[1] * self.x.itemsize
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of the shape, dtype and device of what is cast, which holds one element."""
+        return self.x.new_empty(1).expand(self.rows.shape[0], self.x.shape[1])
+
+    def values(self) -> torch.Tensor:
+        """What is cast, (M, K), as PyTorch computes it."""
+        x = self.x[self.rows]
+        return x if self.factors is None else (x * self.factors[:, None]).to(x.dtype)
+
+
 RESULT, BOTH, EACH, GATE, UP = "result", "both", "each", "gate", "up"
 """What is cast: SwiGLU's result; gradients of gate and up side by side, as one weight makes them; as two matrices, up's
 below gate's; or one of these."""
@@ -292,17 +336,27 @@ class Gated(NamedTuple):
         return self._replace(side=GATE), self._replace(side=UP)
 
 
-def quantize_gated(
-    gated: Gated,
+Computed = Gated | Taken
+
+
+def computed_of(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, side: str) -> Computed:
+    """Return what has these tensors and this ``side``."""
+    return Taken(a, b, c) if side == TAKEN else Gated(a, b, c, side)
+
+
+def quantize_computed(
+    computed: Computed,
     groups: Groups,
     rowwise: Float8Format | None,
     columnwise: Float8Format | None,
     multiple: int = 1,
 ) -> tuple[Tokens | None, Tokens | None]:
     """``quantize_both`` of what is computed where it is cast; of two matrices those of the second below the first's."""
-    if gated.matrices == 1:
-        return quantize_both(gated.values(), groups, rowwise, columnwise, multiple)
-    return stacked([quantize_gated(one, groups, rowwise, columnwise, multiple) for one in gated.each()])
+    if isinstance(computed, Gated) and computed.side == EACH:
+        return stacked(
+            [quantize_computed(one, groups, rowwise, columnwise, multiple) for one in computed.each()]
+        )
+    return quantize_both(computed.values(), groups, rowwise, columnwise, multiple)
 
 
 def stacked(

@@ -12,9 +12,11 @@ from f8sub.kernels.triton.tile_ops import (
     INTERPRETED,
     NAN,
     codes,
+    factor_of,
     finite_or_nan,
     inverse,
     load,
+    row_taken,
     scale_from_amax,
     store,
 )
@@ -228,6 +230,34 @@ def load_pairs(x_ptr, stop, at, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: t
 
 
 @triton.jit
+def _times(pair, factor):
+    # Each product is rounded to bfloat16, as PyTorch's is.
+    if INTERPRETED:
+        return _bits(_lo(pair) * factor) | (_bits(_hi(pair) * factor) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;"
+            "mul.f32 a, a, $2; mul.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }",
+            "=r,r,r",
+            [pair, factor],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def _load_taken(x_ptr, index_ptr, factor_ptr, line, is_line, at, TILE: tl.constexpr, KEEP: tl.constexpr):
+    row, j = row_taken(index_ptr, line, is_line), tl.arange(0, TILE.COLS // 2)
+    # int32 words [rows of x, N / 2]
+    start = x_ptr.to(tl.pointer_type(tl.int32)) + at.col // 2
+    pair = load(start + row[:, None] * (at.N // 2) + j[None, :], is_line[:, None], False, KEEP)
+    if factor_ptr is not None:
+        pair = _times(pair, factor_of(factor_ptr, line, is_line)[:, None])
+    return pair
+
+
+@triton.jit
 def _rounded(x):
     return x.to(tl.bfloat16).to(tl.float32)
 
@@ -316,15 +346,19 @@ def _gradient_pairs(dh, gate, up):
 
 @triton.jit
 def load_source(
-    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
+    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, at,
     SIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of what is cast as ``load_pairs``: of x, or with gate of ``operands.Gated``, with x as its dh.
+    """Load a tile of what is cast as ``load_pairs``: of x, of ``operands.Taken``, or of ``Gated``, with x as its dh.
 
     Each operator's result is rounded, as PyTorch's are. The rows of gate and up have GATE_WIDTH columns and a stride of
     GATE_STRIDE.
     """
-    if gate_ptr is None:
+    if index_ptr is not None:
+        line = at.row + 2 * tl.arange(0, TILE.ROWS // 2)
+        even = _load_taken(x_ptr, index_ptr, factor_ptr, line, line < stop, at, TILE, KEEP)
+        return even, _load_taken(x_ptr, index_ptr, factor_ptr, line + 1, line + 1 < stop, at, TILE, KEEP)
+    elif gate_ptr is None:
         return load_pairs(x_ptr, stop, at, WHOLE, TILE, KEEP)
     else:
         even_gate, odd_gate = _load_pairs(gate_ptr, GATE_STRIDE, stop, at, WHOLE, TILE, KEEP)

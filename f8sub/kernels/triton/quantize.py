@@ -160,8 +160,8 @@ def amax_of_lines(
 
 @triton.jit
 def cast_with_lines(
-    x_ptr, strips_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr,
-    COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, index_ptr, factor_ptr, strips_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr, col_ptr,
+    col_scale_inv_ptr, COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Cast each usage whose pointer is not None, with scales of the amaxes of the rows and of the columns.
 
@@ -187,7 +187,9 @@ def cast_with_lines(
         even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
     else:
         i, end = lines_of(strips_ptr, STRIPS, at.row, 2, ROWS, EDGE)
-        even, odd = load_halves_of_lines(x_ptr, i, end, at.col, at.N, TILE, "evict_first")
+        even, odd = load_halves_of_lines(
+            x_ptr, index_ptr, factor_ptr, i, end, at.col, at.N, TILE, "evict_first"
+        )
     if row_ptr is not None:
         even_scale = scale_from_amax(tl.load(row_amax_ptr + i, mask=i < end, other=0.0), CAST)
         odd_scale = scale_from_amax(tl.load(row_amax_ptr + i + 1, mask=i + 1 < end, other=0.0), CAST)
@@ -293,8 +295,8 @@ def quantize_vectors(
 
 @triton.jit(do_not_specialize=["LINES"])
 def quantize_crossing_vectors(
-    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
-    CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, index_ptr, factor_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES,
+    M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize tiles of EDGE x 1 columnwise, and of 1 x EDGE rowwise unless that pointer is None.
 
@@ -311,7 +313,9 @@ def quantize_crossing_vectors(
             even, odd = load_finite_halves(x_ptr, at, TILE, "evict_last")
         else:
             line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
-            even, odd = load_halves_of_lines(x_ptr, line, stop, at.col, at.N, TILE, "evict_last")
+            even, odd = load_halves_of_lines(
+                x_ptr, index_ptr, factor_ptr, line, stop, at.col, at.N, TILE, "evict_last"
+            )
         largest = tl.maximum(largest, larger_magnitude(even, odd))
         if row_ptr is not None:
             if strips_ptr is None:
@@ -327,7 +331,9 @@ def quantize_crossing_vectors(
             even, odd = load_finite_halves(x_ptr, at, TILE, "evict_first")
         else:
             line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
-            even, odd = load_halves_of_lines(x_ptr, line, stop, at.col, at.N, TILE, "evict_first")
+            even, odd = load_halves_of_lines(
+                x_ptr, index_ptr, factor_ptr, line, stop, at.col, at.N, TILE, "evict_first"
+            )
         store_columns(col_ptr, even, odd, scale[None, :], at, CAST, TILE, False)
     j = square.col + tl.arange(0, EDGE)
     scales = col_scale_inv_ptr + (square.row // EDGE).to(tl.int64) * N + j

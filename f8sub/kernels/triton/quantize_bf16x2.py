@@ -86,8 +86,9 @@ def _cast_vectors(
 
 @triton.jit(do_not_specialize=["LINES"])
 def quantize_paired_vectors(
-    x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, LINES, M, N,
-    GATE_WIDTH, GATE_STRIDE, CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
+    STRIPS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
+    CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize as ``quantize.quantize_crossing_vectors``, of a matrix or, with a table of strips, of groups.
 
@@ -113,8 +114,9 @@ def quantize_paired_vectors(
         )
     else:
         even, odd = load_source(
-            x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, WHOLE, TILE, "evict_first"
-        )
+            x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source,
+            SIDE, WHOLE, TILE, "evict_first",
+        )  # fmt: skip
     _cast_vectors(
         row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, even, odd, LINES, stop, source, at,
         CAST, EDGE, WHOLE, TILE,
@@ -129,7 +131,7 @@ def quantize_paired_vectors(
 
 @triton.jit
 def _cast_square(
-    x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
+    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
     GATE_WIDTH, GATE_STRIDE, stop, source, square,
     CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -138,24 +140,27 @@ def _cast_square(
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
         part = moved(source, 0, start)
         even, odd = load_source(
-            x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, part, SIDE, WHOLE, TILE, "evict_last"
-        )
+            x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, part,
+            SIDE, WHOLE, TILE, "evict_last",
+        )  # fmt: skip
         half = tl.maximum(half, largest_half_of_tile(order(even), order(odd)))
     # The last COLS columns stay in registers, those before them are read once more to be cast: if a program held a
     # large square whole, an SM would have one program, and nothing to do while that one loads.
     end = moved(square, 0, EDGE - TILE.COLS)
     part = moved(source, 0, EDGE - TILE.COLS)
     even, odd = load_source(
-        x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, part, SIDE, WHOLE, TILE, "evict_first"
-    )
+        x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, part,
+        SIDE, WHOLE, TILE, "evict_first",
+    )  # fmt: skip
     half = tl.maximum(half, largest_half_of_tile(order(even), order(odd)))
     scale = scale_at(half, CAST)
     store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, square.M, end, end, CAST, True, TILE)
     for start in range(0, EDGE - TILE.COLS, TILE.COLS):
         part = moved(source, 0, start)
         even, odd = load_source(
-            x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, part, SIDE, WHOLE, TILE, "evict_first"
-        )
+            x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, part,
+            SIDE, WHOLE, TILE, "evict_first",
+        )  # fmt: skip
         at = moved(square, 0, start)
         store_pairs_with_one(row_ptr, col_ptr, even, odd, scale, square.M, at, at, CAST, True, TILE)
     scale_inv = inverse(scale, CAST.POWER_OF_2)
@@ -171,8 +176,9 @@ def _cast_square(
 
 @triton.jit
 def quantize_paired_squares(
-    x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
-    GATE_WIDTH, GATE_STRIDE, CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
+    STRIPS, M, N, GATE_WIDTH, GATE_STRIDE,
+    CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize as ``quantize.quantize_squares`` for columns, and for rows unless their pointer is None.
 
@@ -185,13 +191,14 @@ def quantize_paired_squares(
     line, stop = _source(strips_ptr, STRIPS, square, EDGE)
     source = At(line, square.col, M, N)
     _cast_square(
-        x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
-        GATE_WIDTH, GATE_STRIDE, stop, source, square, CAST, EDGE, "gate" if BOTH else SIDE, TILE,
+        x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
+        col_scale_inv_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, square, CAST, EDGE, "gate" if BOTH else SIDE, TILE,
     )  # fmt: skip
     if BOTH:
         _cast_square(
-            x_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
-            GATE_WIDTH, GATE_STRIDE, stop, source, moved(square, 0, GATE_WIDTH), CAST, EDGE, "up", TILE,
+            x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
+            col_scale_inv_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, moved(square, 0, GATE_WIDTH),
+            CAST, EDGE, "up", TILE,
         )  # fmt: skip
 
 

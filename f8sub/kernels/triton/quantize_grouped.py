@@ -14,12 +14,14 @@ from f8sub.kernels.triton.tile_ops import (
     EXPONENT_BITS,
     amax_bits,
     codes,
+    factor_of,
     finite_or_nan,
     inverse,
     larger_magnitude,
     magnitude_bits,
     moved,
     place,
+    row_taken,
     scale_from_amax,
     scaled,
     store_columns,
@@ -147,19 +149,28 @@ def is_past(strips_ptr, STRIPS, row, EDGE: tl.constexpr):
 
 
 @triton.jit
-def load_lines(x_ptr, line, is_line, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
-    """Load columns of rows of x, float32, (rows, COLS), NaN for infinity; zeros where ``is_line`` is not."""
+def load_lines(x_ptr, index_ptr, factor_ptr, line, is_line, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
+    """Load columns of rows of x, float32, (rows, COLS), NaN for infinity; zeros where ``is_line`` is not.
+
+    Of ``operands.Taken`` a row is the one that its index names, times its factor; pointers are None of what is not.
+    """
     j = tl.arange(0, TILE.COLS)
-    pointers = x_ptr + line.to(tl.int64)[:, None] * N + col + j[None, :]
+    row = line.to(tl.int64) if index_ptr is None else row_taken(index_ptr, line, is_line)
+    pointers = x_ptr + row[:, None] * N + col + j[None, :]
     inside = is_line[:, None] if TILE.WHOLE else is_line[:, None] & (col + j < N)[None, :]
-    return finite_or_nan(tl.load(pointers, mask=inside, other=0.0, eviction_policy=KEEP).to(tl.float32))
+    x = tl.load(pointers, mask=inside, other=0.0, eviction_policy=KEEP)
+    if factor_ptr is not None:
+        # Rounded to the dtype of x, as PyTorch's product is.
+        product = x.to(tl.float32) * factor_of(factor_ptr, line, is_line)[:, None]
+        x = product.to(x_ptr.dtype.element_ty)
+    return finite_or_nan(x.to(tl.float32))
 
 
 @triton.jit
-def load_halves(x_ptr, line, stop, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
+def load_halves(x_ptr, index_ptr, factor_ptr, line, stop, col, N, TILE: tl.constexpr, KEEP: tl.constexpr):
     """Load even and odd rows of a tile, float32, each (ROWS / 2, COLS); ``line`` are the even ones."""
-    even = load_lines(x_ptr, line, line < stop, col, N, TILE, KEEP)
-    return even, load_lines(x_ptr, line + 1, line + 1 < stop, col, N, TILE, KEEP)
+    even = load_lines(x_ptr, index_ptr, factor_ptr, line, line < stop, col, N, TILE, KEEP)
+    return even, load_lines(x_ptr, index_ptr, factor_ptr, line + 1, line + 1 < stop, col, N, TILE, KEEP)
 
 
 @triton.jit
@@ -180,12 +191,15 @@ def store_vectors(row_ptr, scales, x, line, is_line, col, N, CAST: tl.constexpr,
 
 
 @triton.jit
-def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.constexpr, TILE: tl.constexpr):
+def amax_of_groups(
+    x_ptr, index_ptr, factor_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N,
+    EDGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Take the atomic maximum of the finite elements of each group, (COUNT,), int32."""
     at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     ROWS: tl.constexpr = TILE.ROWS
     line, stop = lines_of(strips_ptr, STRIPS, at.row, 1, ROWS, EDGE)
-    x = load_lines(x_ptr, line, line < stop, at.col, N, TILE, "")
+    x = load_lines(x_ptr, index_ptr, factor_ptr, line, line < stop, at.col, N, TILE, "")
     bits = magnitude_bits(x)
     of_lines = tl.max(tl.where(bits < EXPONENT_BITS, bits, 0), 1)
     first = group_of(strips_ptr, STRIPS, at.row, EDGE)
@@ -205,7 +219,7 @@ def amax_of_groups(x_ptr, strips_ptr, amax_ptr, COUNT, STRIPS, M, N, EDGE: tl.co
 
 @triton.jit
 def cast_groups_with_one(
-    x_ptr, strips_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
+    x_ptr, index_ptr, factor_ptr, strips_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr,
     COUNT, STRIPS, M, N, CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Cast with one scale per group, of its amax, for each usage whose pointer is not None.
@@ -227,7 +241,7 @@ def cast_groups_with_one(
         if col_ptr is not None:
             store_zero_columns(col_ptr, at, TILE)
         return
-    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+    even, odd = load_halves(x_ptr, index_ptr, factor_ptr, line, stop, at.col, N, TILE, "evict_first")
     group = group_of(strips_ptr, STRIPS, at.row + 2 * tl.arange(0, TILE.ROWS // 2), EDGE)
     amax = tl.load(amax_ptr + group, mask=group < COUNT, other=0.0)
     scale = scale_from_amax(amax, CAST)[:, None]
@@ -240,7 +254,7 @@ def cast_groups_with_one(
 
 @triton.jit
 def amax_of_group_lines(
-    x_ptr, strips_ptr, row_amax_ptr, col_amax_ptr, COUNT, STRIPS, M, N,
+    x_ptr, index_ptr, factor_ptr, strips_ptr, row_amax_ptr, col_amax_ptr, COUNT, STRIPS, M, N,
     STEPS: tl.constexpr, STAGES: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Take atomic maxima of each row of x, unless its pointer is None, and of each column of each group, (COUNT, N).
@@ -257,7 +271,7 @@ def amax_of_group_lines(
     for step in tl.range(0, tl.minimum(STEPS, tl.cdiv(M - first.row, ROWS)), num_stages=STAGES):
         row = first.row + step * ROWS
         line, stop = lines_of(strips_ptr, STRIPS, row, 1, ROWS, EDGE)
-        x = load_lines(x_ptr, line, line < stop, first.col, N, TILE, "")
+        x = load_lines(x_ptr, index_ptr, factor_ptr, line, line < stop, first.col, N, TILE, "")
         group = group_of(strips_ptr, STRIPS, row, EDGE)
         if group != current:
             bits = amax_bits(tl.max(largest, 0))
@@ -275,7 +289,7 @@ def amax_of_group_lines(
 
 @triton.jit
 def quantize_group_squares(
-    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
+    x_ptr, index_ptr, factor_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize squares of EDGE x EDGE, laid out, for each usage whose pointer is not None; see ``quantize_squares``.
@@ -290,11 +304,11 @@ def quantize_group_squares(
     for part in range(LAST):
         at = moved(square, part % DOWN * TILE.ROWS, part // DOWN * TILE.COLS)
         line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
-        even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_last")
+        even, odd = load_halves(x_ptr, index_ptr, factor_ptr, line, stop, at.col, N, TILE, "evict_last")
         amax = larger_magnitude(amax, tl.max(larger_magnitude(even, odd)))
     end = moved(square, LAST % DOWN * TILE.ROWS, LAST // DOWN * TILE.COLS)
     line, stop = lines_of(strips_ptr, STRIPS, end.row, 2, TILE.ROWS, EDGE)
-    even, odd = load_halves(x_ptr, line, stop, end.col, N, TILE, "evict_first")
+    even, odd = load_halves(x_ptr, index_ptr, factor_ptr, line, stop, end.col, N, TILE, "evict_first")
     amax = larger_magnitude(amax, tl.max(larger_magnitude(even, odd)))
     scale = scale_from_amax(amax, CAST)
     store_with_one(row_ptr, col_ptr, even, odd, scale, end, CAST, TILE, False)
@@ -302,7 +316,7 @@ def quantize_group_squares(
         part = LAST - 1 - done
         at = moved(square, part % DOWN * TILE.ROWS, part // DOWN * TILE.COLS)
         line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
-        even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+        even, odd = load_halves(x_ptr, index_ptr, factor_ptr, line, stop, at.col, N, TILE, "evict_first")
         store_with_one(row_ptr, col_ptr, even, odd, scale, at, CAST, TILE, False)
     scale_inv = inverse(scale, CAST.POWER_OF_2)
     store_scales_of_group_square(
@@ -312,7 +326,7 @@ def quantize_group_squares(
 
 @triton.jit
 def quantize_group_exponents(
-    x_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
+    x_ptr, index_ptr, factor_ptr, strips_ptr, row_ptr, row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, STRIPS, M, N,
     CAST: tl.constexpr, EDGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantize tiles of 1 x EDGE and EDGE x 1 with exponents as scales, for each usage whose pointer is not None.
@@ -321,7 +335,7 @@ def quantize_group_exponents(
     """
     at = place(tl.program_id(0), M, N, TILE.ROWS, TILE.COLS)
     line, stop = lines_of(strips_ptr, STRIPS, at.row, 2, TILE.ROWS, EDGE)
-    even, odd = load_halves(x_ptr, line, stop, at.col, N, TILE, "evict_first")
+    even, odd = load_halves(x_ptr, index_ptr, factor_ptr, line, stop, at.col, N, TILE, "evict_first")
     if row_ptr is not None:
         _store_exponent_vectors(
             row_ptr, row_scale_inv_ptr, even, line, line < stop, at.col, N, CAST, EDGE, TILE

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from f8sub.formats import MULTIPLE, Float8Format, Operand, Tile
-from f8sub.kernels.grouped.operands import BOTH, EACH, RESULT, Gated
+from f8sub.kernels.grouped.operands import BOTH, EACH, RESULT, Computed, Gated, Taken
 from f8sub.kernels.triton import quantize, quantize_bf16x2, quantize_grouped, quantize_one_pass
 from f8sub.kernels.triton.launch import Launch, Launches
 from f8sub.kernels.triton.quantize_grouped import RECORD, lay_out
 from f8sub.kernels.triton.quantize_launch import (
     ELEMENTS,
-    NOT_GATED,
+    NOT_COMPUTED,
     PAIRED_REGISTERS,
     PAIRED_SQUARE_COLS,
     REGISTERS,
@@ -88,7 +88,7 @@ def quantization(  # noqa: PLR0913  (tokens, what they fill, and how groups lie)
     edge: int,
     rows: int,
     laid_out: tuple[torch.Tensor, torch.Tensor] | None,
-    gated: Gated | None = None,
+    computed: Computed | None = None,
 ) -> Launches:
     """Return how to quantize rows in groups that follow each other, for both usages.
 
@@ -101,8 +101,8 @@ def quantization(  # noqa: PLR0913  (tokens, what they fill, and how groups lie)
         edge: rows of a strip, a multiple of 16; groups are laid out from multiples of it on.
         rows: that groups laid out so take at most.
         laid_out: filled with the first row and the end of each group in the data; None where data have x's rows.
-        gated: what is cast in place of x, which is its ``empty()`` then; ``col`` is not None, and the dimensions of
-            gate and ``rows`` are multiples of the edges of tiles.
+        computed: what is cast in place of x, which is its ``empty()`` then. Of ``Gated`` ``col`` is not None, and the
+            dimensions of gate and ``rows`` are multiples of the edges of tiles.
     """
     format = next(made.format for made in (row, col) if made is not None)
     tile = format.tile
@@ -110,16 +110,16 @@ def quantization(  # noqa: PLR0913  (tokens, what they fill, and how groups lie)
     strips += -strips % WHOLE_STRIPS
     is_of_groups = col is not None and edge % EDGE == 0 and (tile.is_whole or tile == ROWWISE)
     # In turn, where L2 would have lost the first rows before a second launch reads them.
-    is_large = gated is not None or x.nbytes >= LEAST_BYTES
+    is_large = isinstance(computed, Gated) or x.nbytes >= LEAST_BYTES
     turns = rows // edge if is_of_groups and is_large and is_paired(x, EDGE, rows) else 0
-    matrices = 1 if gated is None else gated.matrices
+    matrices = 1 if computed is None else computed.matrices
     zeros = _zeros(x, len(ends), tile, row is not None, turns > 0, matrices)
     counts = [3 * strips, 2 * RECORD.value * turns, *zeros]
     # One allocation for all int32 scratch; ``lay_out`` writes its zeros, so that nothing else is launched for them.
     table = torch.empty(sum(counts), dtype=torch.int32, device=x.device)
     of_strips, of_turns, done, of_rows, of_groups = table.split(counts)
     filled: dict[str, Any] = {
-        **(_given(x) if gated is None else _given_gated(gated)),
+        **_given(x, computed),
         "ends_ptr": ends,
         "strips_ptr": of_strips,
         "turns_ptr": of_turns if turns else None,
@@ -135,7 +135,7 @@ def quantization(  # noqa: PLR0913  (tokens, what they fill, and how groups lie)
         "M": rows,
         "N": x.shape[1],
         "LINES": len(x),
-        "LOOKAHEAD": cdiv(AHEAD_BYTES, edge * (x.nbytes if gated is None else gated.nbytes) // len(x)),
+        "LOOKAHEAD": cdiv(AHEAD_BYTES, edge * (x.nbytes if computed is None else computed.nbytes) // len(x)),
         "EDGE": edge,
         "CAST": cast_to(format),
         **operands(row, col),
@@ -157,18 +157,20 @@ def quantization(  # noqa: PLR0913  (tokens, what they fill, and how groups lie)
     return Launches(launches, [*results, *(laid_out or ()), table], ())
 
 
-def _given(x: torch.Tensor) -> dict[str, Any]:
-    return {"x_ptr": x, **NOT_GATED}
-
-
-def _given_gated(gated: Gated) -> dict[str, Any]:
+def _given(x: torch.Tensor, computed: Computed | None) -> dict[str, Any]:
+    if computed is None:
+        return {**NOT_COMPUTED, "x_ptr": x}
+    if isinstance(computed, Taken):
+        taken = {"x_ptr": computed.x, "index_ptr": computed.rows, "factor_ptr": computed.factors}
+        return {**NOT_COMPUTED, **taken}
     return {
-        "x_ptr": gated.dh,
-        "gate_ptr": gated.gate,
-        "up_ptr": gated.up,
-        "GATE_WIDTH": gated.gate.shape[1],
-        "GATE_STRIDE": gated.gate.stride(0),
-        "SIDE": gated.side,
+        **NOT_COMPUTED,
+        "x_ptr": computed.dh,
+        "gate_ptr": computed.gate,
+        "up_ptr": computed.up,
+        "GATE_WIDTH": computed.gate.shape[1],
+        "GATE_STRIDE": computed.gate.stride(0),
+        "SIDE": computed.side,
     }
 
 

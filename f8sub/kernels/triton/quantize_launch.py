@@ -78,8 +78,10 @@ _CASTS = {
 shape_of = functools.cache(Shape)
 WARPS_4, WARPS_8 = {"num_warps": 4}, {"num_warps": 8}
 
-NOT_GATED: dict[str, Any] = dict.fromkeys(("gate_ptr", "up_ptr", "GATE_WIDTH", "GATE_STRIDE", "SIDE"))
-"""Arguments of kernels that cast a matrix as it lies in memory, and no ``Gated``."""
+NOT_COMPUTED: dict[str, Any] = dict.fromkeys(
+    ("index_ptr", "factor_ptr", "gate_ptr", "up_ptr", "GATE_WIDTH", "GATE_STRIDE", "SIDE")
+)
+"""Arguments of kernels that cast a matrix as it lies in memory, and neither ``Taken`` nor ``Gated``."""
 
 
 class QuantizeLaunches(NamedTuple):
@@ -349,7 +351,7 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
     scratch = torch.zeros(sum(counts), dtype=torch.int32, device=x.device)
     row_bits, col_bits = scratch.split(counts)
     find = {"x_ptr": x, "row_amax_ptr": None, "col_amax_ptr": col_bits, **LINES_READ}
-    filled |= dict.fromkeys(("strips_ptr", "COUNT", "STRIPS", "EDGE"))
+    filled |= {**dict.fromkeys(("strips_ptr", "COUNT", "STRIPS", "EDGE")), **NOT_COMPUTED}
     make = {**filled, "row_amax_ptr": None, "col_amax_ptr": col_bits.view(torch.float32)}
     if counts[0]:
         find["row_amax_ptr"], make["row_amax_ptr"] = row_bits, row_bits.view(torch.float32)
@@ -362,7 +364,7 @@ def _lines(x: torch.Tensor, filled: dict[str, Any]) -> tuple[list[Launch], tuple
 
 
 def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
-    filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0], **NOT_GATED}
+    filled |= {"EDGE": EDGE, "strips_ptr": None, "STRIPS": None, "LINES": x.shape[0], **NOT_COMPUTED}
     if filled["col_ptr"] is None:
         # Reading ahead pays where nothing is transposed in shared memory.
         rows_only = over(x, SQUARE, quantize.quantize_vectors, {**filled, "STAGES": 3}, WARPS_8)
@@ -375,7 +377,7 @@ def _vectors(x: torch.Tensor, filled: dict[str, Any]) -> Launch:
 
 
 def _squares(x: torch.Tensor, filled: dict[str, Any], edge: int) -> Launch:
-    filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None, **NOT_GATED}
+    filled |= {"EDGE": edge, "STRIDE": None, "strips_ptr": None, "STRIPS": None, **NOT_COMPUTED}
     if filled["col_ptr"] is not None and edge in support.PAIRED_SQUARES and is_paired(x, edge):
         tile = edge, PAIRED_SQUARE_COLS
         return over(x, (edge, edge), quantize_bf16x2.quantize_paired_squares, filled, WARPS_8, tile)

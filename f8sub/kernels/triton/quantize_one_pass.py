@@ -131,8 +131,8 @@ def _store_inverse(row_scale_inv_ptr, col_scale_inv_ptr, group, scale, mask, CAS
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_group_lines_one_pass(
-    x_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr, row_scale_inv_ptr, col_amax_ptr,
-    col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
+    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, row_amax_ptr, row_ptr,
+    row_scale_inv_ptr, col_amax_ptr, col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
     CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Run ``quantize_grouped.amax_of_group_lines`` and ``quantize.cast_with_lines`` in one launch, in turn.
@@ -163,7 +163,8 @@ def quantize_group_lines_one_pass(
                 )
             else:
                 even, odd = load_source(
-                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_first"
+                    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source,
+                    SIDE, False, TILE, "evict_first",
                 )  # fmt: skip
             _wait(done_ptr + group, count * parts)
             _cast_lines(
@@ -194,7 +195,8 @@ def quantize_group_lines_one_pass(
                 )
             else:
                 even, odd = load_source(
-                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_last"
+                    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source,
+                    SIDE, False, TILE, "evict_last",
                 )  # fmt: skip
             _take_amaxes_of_lines(row_amax_ptr, col_amaxes, even, odd, line, stop - line, TILE)
             _mark_done(done_ptr + group)
@@ -209,8 +211,8 @@ def quantize_group_lines_one_pass(
 
 @triton.jit(do_not_specialize=["TURNS", "LINES"])
 def quantize_groups_one_pass(
-    x_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr, row_scale_inv_ptr, col_ptr,
-    col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
+    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, ends_ptr, turns_ptr, done_ptr, amax_ptr, row_ptr,
+    row_scale_inv_ptr, col_ptr, col_scale_inv_ptr, COUNT, TURNS, LINES, M, N, GATE_WIDTH, GATE_STRIDE,
     CAST: tl.constexpr, EDGE: tl.constexpr, SIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Run ``quantize_grouped.amax_of_groups`` and ``cast_groups_with_one`` in one launch, in turn.
@@ -235,7 +237,8 @@ def quantize_groups_one_pass(
                 )
             else:
                 even, odd = load_source(
-                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_first"
+                    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source,
+                    SIDE, False, TILE, "evict_first",
                 )  # fmt: skip
             _wait(done_ptr + group, count * parts)
             scale = scale_from_amax(_amax(amax_ptr + group, True), CAST)
@@ -267,7 +270,8 @@ def quantize_groups_one_pass(
                     even, odd = larger_of_each_half(even, even_up), larger_of_each_half(odd, odd_up)
             else:
                 even, odd = load_source(
-                    x_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source, SIDE, False, TILE, "evict_last"
+                    x_ptr, index_ptr, factor_ptr, gate_ptr, up_ptr, GATE_WIDTH, GATE_STRIDE, stop, source,
+                    SIDE, False, TILE, "evict_last",
                 )  # fmt: skip
                 even, odd = order(even), order(odd)
             bits = amax_bits_at(largest_half_of_tile(even, odd))

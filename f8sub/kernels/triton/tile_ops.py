@@ -215,6 +215,18 @@ def moved(at, rows, cols):
 
 
 @triton.jit
+def row_taken(index_ptr, line, is_line):
+    """Return which rows of x, int64, those that are cast are: ``rows`` of ``operands.Taken``."""
+    return tl.load(index_ptr + line, mask=is_line, other=0).to(tl.int64)
+
+
+@triton.jit
+def factor_of(factor_ptr, line, is_line):
+    """Return the factors of rows, float32: ``factors`` of ``operands.Taken``."""
+    return tl.load(factor_ptr + line, mask=is_line, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load(pointers, inside, WHOLE: tl.constexpr, KEEP: tl.constexpr, OTHER: tl.constexpr = 0):
     """Load what is ``inside`` a matrix, all of it if WHOLE, and OTHER beyond it.
 

@@ -22,7 +22,7 @@ from f8sub import Float8Format
 from f8sub.kernels.gemm.select import GROUPED
 from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import BOTH, ExpertWeights, Gated, Groups
-from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_experts, quantize_gated
+from f8sub.kernels.quantize import derive_columnwise_of_experts, quantize, quantize_computed, quantize_experts
 from scripts.bench import formats
 from scripts.bench.gpu.session import Session
 from scripts.bench.timing import SETS, graph_pool, host_ms, in_turns, summary, wait, without_host
@@ -202,7 +202,7 @@ def of_swiglu(shape: tuple[int, ...], kind: str, session: Session) -> dict[str, 
             def in_the_cast(given: Any, what: str = what, format: Float8Format = format) -> Any:
                 gate, up = given[0].chunk(2, 1)
                 gated = Gated(gate, up) if what == "SwiGLU" else Gated(gate, up, given[1], BOTH)
-                return quantize_gated(gated, format, format, groups, MULTIPLE)
+                return quantize_computed(gated, format, format, groups, MULTIPLE)
 
             # Eager, where each result is rounded.
             right = quantize(made(*sets[0]), format, format, groups=groups, multiple=MULTIPLE)

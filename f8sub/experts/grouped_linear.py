@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed
+from f8sub.experts.sent import Sent
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import REFERENCE, Plan
@@ -326,24 +327,35 @@ class GatedCall(NamedTuple):
 
 
 class GatedMatmul(torch.autograd.Function):
-    """The nine grouped products of a gated feed-forward layer, six where gate and up are one weight."""
+    """The nine grouped products of a gated feed-forward layer, six where gate and up are one weight.
+
+    Of tokens in the order of their experts; or, with ``Sent``, of tokens in their own, whose casts read them by index.
+    """
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(  # noqa: D102, PLR0913  (autograd knows no structures)
         ctx: Any,
         x: torch.Tensor,
         ends: torch.Tensor,
+        order: torch.Tensor | None,
+        back: torch.Tensor | None,
+        weights: torch.Tensor | None,
         calls: GatedCall,
         down: torch.Tensor,
         *inputs: torch.Tensor,
     ) -> torch.Tensor:
-        groups, first = Groups.of(ends, len(x)), calls.inputs[0]
+        sent = _sent(order, back, weights)
+        groups, first = Groups.of(ends, len(x) if sent is None else len(sent.order)), calls.inputs[0]
         recipe = first.plan.recipe
-        needs_down, needs_inputs = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4:])
-        needs_dh = ctx.needs_input_grad[0] or needs_inputs
+        needs_x, needs_weights, needs_down, needs_inputs = _needs(ctx)
+        needs_dh = needs_x or any(needs_inputs)
         # y (M, 2 N) of one weight, or (M, N) of each
-        formats = present(recipe.fprop.a), recipe.wgrad.b if needs_inputs else None
-        a, kept_x, _ = cast_or_share(x, x.to(first.dtype), formats, first.plan, first.sources, groups)
+        formats = present(recipe.fprop.a), recipe.wgrad.b if any(needs_inputs) else None
+        tokens = x.to(first.dtype)
+        if sent is None:
+            a, kept_x, _ = cast_or_share(x, tokens, formats, first.plan, first.sources, groups)
+        else:
+            a, kept_x, _ = quantize_computed(sent.taken(tokens), *formats, groups, first.plan.multiple)
         results = [
             product_of_rows(present(a), w, groups, call) for w, call in zip(inputs, calls.inputs, strict=True)
         ]
@@ -351,12 +363,18 @@ class GatedMatmul(torch.autograd.Function):
         formats = present(recipe.fprop.a), recipe.wgrad.b if needs_down else None
         h, kept_h, _ = quantize_computed(Gated(*_halves(results)), *formats, groups, plan.multiple)
         y = product_of_rows(present(h), down, groups, calls.down)
-        saved = [() if kept is None else tensors_of(kept) for kept in (kept_x, kept_h)]
-        # Where down alone trains, nothing reads them again.
-        kept_results = results if needs_dh else []
-        ctx.save_for_backward(ends, down, *inputs, *saved[0], *saved[1], *kept_results)
-        ctx.calls, ctx.rows, ctx.dtype = calls, len(x), x.dtype
-        ctx.lengths = len(inputs), *map(len, saved), len(kept_results)
+        saved: list[Sequence[torch.Tensor]] = [
+            inputs,
+            *(() if kept is None else tensors_of(kept) for kept in (kept_x, kept_h)),
+            # Where down alone trains, nothing reads them again.
+            results if needs_dh else (),
+        ]
+        if sent is not None:
+            placed = sent.by_token(y)
+            y = sent.combined(placed, ends).to(x.dtype)
+            saved += [sent, (placed,) if needs_weights else ()]
+        ctx.save_for_backward(ends, down, *itertools.chain(*saved))
+        ctx.calls, ctx.rows, ctx.dtype, ctx.lengths = calls, groups.rows, x.dtype, list(map(len, saved))
         return y
 
     @staticmethod
@@ -365,17 +383,18 @@ class GatedMatmul(torch.autograd.Function):
             raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
         ends, down, *rest = ctx.saved_tensors
         calls: GatedCall = ctx.calls
-        inputs, saved_x, saved_h, results = _parted(rest, ctx.lengths)
+        inputs, saved_x, saved_h, results, *of_sent = _parted(rest, ctx.lengths)
+        sent = Sent(*of_sent[0]) if of_sent else None
         groups = Groups.of(ends, ctx.rows)
-        needs_dx, needs_down, needs_inputs = (
-            ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4:],
-        )  # fmt: skip
+        needs_dx, needs_weights, needs_down, needs_inputs = _needs(ctx)
         # Above the first layer that trains dh may be needed by none.
         needs_dh = needs_dx or any(needs_inputs)
         dy = dy.contiguous()  # sum() hands over strides of 0
         formats = _formats_of_dy(calls.down, needs_dh, needs_down)
-        a, left, _ = quantize(dy, *formats, groups=groups, multiple=calls.down.plan.multiple)
-        dh = dx = ddown = None
+        a, left = _codes_of_dy(dy, sent, formats, groups, calls.down)
+        dh = dx = ddown = dweights = None
+        if sent is not None and needs_weights:
+            dweights = sent.gradient_of_weights(of_sent[1][0], dy, ends)
         if needs_dh:
             dh = gradient_of_rows(present(a), down, groups, calls.down, dy)
         if needs_down:
@@ -398,7 +417,36 @@ class GatedMatmul(torch.autograd.Function):
                     dx = gradient_of_rows(present(a), w, groups, call, present(dh), dx)
             dw = gradient_of_weights(present(left), saved_x, w, groups, call) if needs_dw else None
             dinputs.append(None if dw is None else _gradient_as_stored(dw, call))
-        return dx, None, None, ddown, *dinputs
+        if sent is not None and dx is not None:
+            dx = sent.by_token(dx.to(ctx.dtype)).sum(1)
+        return dx, None, None, None, dweights, None, ddown, *dinputs
+
+
+def _sent(order: torch.Tensor | None, back: torch.Tensor | None, weights: torch.Tensor | None) -> Sent | None:
+    return None if order is None else Sent(order, present(back), present(weights))
+
+
+def _needs(ctx: Any) -> tuple[bool, bool, bool, tuple[bool, ...]]:
+    """Return whether x, the weights of ``Sent``, down, and each of the other weights need gradients."""
+    x, _, _, _, weights, _, down, *inputs = ctx.needs_input_grad
+    return x, weights, down, tuple(inputs)
+
+
+def _codes_of_dy(
+    dy: torch.Tensor,
+    sent: Sent | None,
+    formats: tuple[Float8Format | None, Float8Format | None],
+    groups: Groups,
+    call: GroupedCall,
+) -> tuple[Tokens | None, Tokens | None]:
+    """Return the operands of dy, (M, K), or, with ``sent``, of what is read and multiplied of the tokens' dy."""
+    multiple = call.plan.multiple
+    if sent is not None and dy.dtype == call.dtype:
+        return quantize_computed(sent.taken_with_weights(dy), *formats, groups, multiple)[:2]
+    if sent is not None:
+        # Under autocast products have another dtype than what is cast, and are rounded once more.
+        dy = sent.taken_with_weights(dy.to(sent.dtype_with(call.dtype))).values().to(call.dtype)
+    return quantize(dy, *formats, groups=groups, multiple=multiple)[:2]
 
 
 def _parted(tensors: list[torch.Tensor], lengths: Iterable[int]) -> list[list[torch.Tensor]]:
@@ -718,20 +766,46 @@ def grouped_swiglu(  # noqa: PLR0913  (what grouped_linear takes, of three weigh
     """
     inputs = [gate] if up is None else [gate, up]
     how: dict[str, Any] = {"transposed": transposed, "backend": backend}
-    rows = gate.shape[2 if transposed else 1] if gate.dim() == 3 else 0
-    is_odd, is_other = up is None and rows % 2, up is not None and up.shape != gate.shape
-    if is_odd or is_other:
-        raise Float8ShapeError(
-            "grouped_swiglu takes gate and up of one shape, or one weight of both, whose rows are even, got "
-            f"{' and '.join(str(tuple(w.shape)) for w in inputs)}"
-        )
-    found = None if _watchers else _calls(x, inputs, down, offs, recipe, how)
+    found = _calls(x, inputs, down, offs, recipe, how)
     if found is None:
         results = [grouped_linear(x, w, offs, recipe, **how) for w in inputs]
         return grouped_linear(act(*_halves(results)), down, offs, recipe, **how)
-    made, calls = found
+    return _gated(x, None, *found)
+
+
+def sent_swiglu(
+    x: torch.Tensor,
+    sent: Sent,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    transposed: bool,
+) -> torch.Tensor | None:
+    """``grouped_swiglu`` of tokens that are read where they lie, and ``sent``'s weighting of its results.
+
+    Args:
+        x: (T, K), tokens in their own order.
+        sent: of M rows, which tokens they are; those of other experts than these come last.
+        gate_up: (E, 2 N, K), gate's rows before up's.
+        down: (E, K, N).
+        offs: as of ``grouped_linear``.
+        transposed: as of ``grouped_swiglu``.
+
+    Returns:
+        (T, K), in x's dtype; None where ``grouped_swiglu`` computes SwiGLU by itself.
+    """
+    # Of the rows, which are not in memory, the shape alone is looked at.
+    rows = x.new_empty(1).expand(len(sent.order), x.shape[1])
+    found = _calls(rows, [gate_up], down, offs, None, {"transposed": transposed, "backend": "auto"})
+    return None if found is None else _gated(x, sent, *found)
+
+
+def _gated(x: torch.Tensor, sent: Sent | None, made: list["Prepared"], calls: GatedCall) -> torch.Tensor:
     weights = [each.weight for each in made]
-    y: torch.Tensor = apply(GatedMatmul, x, made[0].groups.ends, calls, weights[-1], *weights[:-1])
+    of_sent = (None, None, None) if sent is None else sent
+    given = x, made[0].groups.ends, *of_sent, calls, weights[-1], *weights[:-1]
+    y: torch.Tensor = apply(GatedMatmul, *given)
     if autocast.was_entered:
         # The weights may be of three modules, of which each is asked for its plan when the forward is repeated.
         for each in made:
@@ -749,7 +823,14 @@ def _calls(
     how: dict[str, Any],
 ) -> tuple[list[Prepared], GatedCall] | None:
     """Return what is prepared, down last, and its calls; None where SwiGLU is computed by itself."""
-    if any(isinstance(w, Adapted) for w in (*inputs, down)):
+    gate = inputs[0]
+    rows = gate.shape[2 if how["transposed"] else 1] if gate.dim() == 3 else 0
+    if rows % 2 if len(inputs) == 1 else inputs[1].shape != gate.shape:
+        raise Float8ShapeError(
+            "grouped_swiglu takes gate and up of one shape, or one weight of both, whose rows are even, got "
+            f"{' and '.join(str(tuple(w.shape)) for w in inputs)}"
+        )
+    if _watchers or any(isinstance(w, Adapted) for w in (*inputs, down)):
         return None
     made: list[Prepared] = []
     for w in inputs:

@@ -8,7 +8,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from f8sub.errors import Float8ConfigError
-from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_part
+from f8sub.experts.grouped_linear import grouped_linear, grouped_swiglu, local_part, sent_swiglu
+from f8sub.experts.sent import Sent
 from f8sub.torch_compat import apply
 from f8sub.weights.weight import MADE_OF, is_converted, own_parameter
 
@@ -174,14 +175,19 @@ def routed(
     back = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), dtype=order.dtype, device=order.device)
     )
+    is_swiglu, is_normed = _is_swiglu(module), getattr(module, "has_post_expert_norm", False)
+    how: dict[str, Any] = {"transposed": module.is_transposed}
+    if is_swiglu and not is_normed:
+        sent = Sent(order, back, top_k_weights)
+        made = sent_swiglu(hidden_states, sent, module.gate_up_proj, module.down_proj, ends, **how)
+        if made is not None:
+            return made
     x = apply(_ByExpert, hidden_states, order, back, top_k)
-
-    if _is_swiglu(module):
-        how: dict[str, Any] = {"transposed": module.is_transposed}
+    if is_swiglu:
         y = grouped_swiglu(x, module.gate_up_proj, None, module.down_proj, ends, **how)
     else:
         y = _by_product(module, x, ends, known)
-    if getattr(module, "has_post_expert_norm", False):
+    if is_normed:
         y = module.post_expert_norm(y)
     # Rows of other ranks' experts have the last expert's bias by now, and must add nothing.
     weights = apply(_ByExpert, top_k_weights.reshape(-1, 1), order, back, 1)

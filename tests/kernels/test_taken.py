@@ -1,4 +1,4 @@
-"""Casts that look up each row and multiply it, interpreted on the CPU, equal casts of rows that PyTorch put together."""
+"""Casts that look up rows and multiply them, interpreted on the CPU, equal casts of rows that PyTorch put together."""
 
 import pytest
 import torch

@@ -37,6 +37,7 @@ from f8sub.kernels.grouped.operands import (
     ExpertWeights,
     Gated,
     Groups,
+    Taken,
     Tokens,
     flat_format,
     seen_transposed,
@@ -355,7 +356,9 @@ class GatedMatmul(torch.autograd.Function):
         if sent is None:
             a, kept_x, _ = cast_or_share(x, tokens, formats, first.plan, first.sources, groups)
         else:
-            a, kept_x, _ = quantize_computed(sent.taken(tokens), *formats, groups, first.plan.multiple)
+            a, kept_x, _ = quantize_computed(
+                Taken(tokens, sent.tokens), *formats, groups, first.plan.multiple
+            )
         results = [
             product_of_rows(present(a), w, groups, call) for w, call in zip(inputs, calls.inputs, strict=True)
         ]
@@ -441,11 +444,12 @@ def _codes_of_dy(
 ) -> tuple[Tokens | None, Tokens | None]:
     """Return the operands of dy, (M, K), or, with ``sent``, of what is read and multiplied of the tokens' dy."""
     multiple = call.plan.multiple
-    if sent is not None and dy.dtype == call.dtype:
-        return quantize_computed(sent.taken_with_weights(dy), *formats, groups, multiple)[:2]
     if sent is not None:
+        taken = Taken(dy, sent.tokens, sent.factors)
+        if dy.dtype == call.dtype:
+            return quantize_computed(taken, *formats, groups, multiple)[:2]
         # Under autocast products have another dtype than what is cast, and are rounded once more.
-        dy = sent.taken_with_weights(dy.to(sent.dtype_with(call.dtype))).values().to(call.dtype)
+        dy = taken._replace(x=dy.to(sent.dtype_with(call.dtype))).values().to(call.dtype)
     return quantize(dy, *formats, groups=groups, multiple=multiple)[:2]
 
 

@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from f8sub.kernels.grouped.operands import Taken
-
 
 class Sent(NamedTuple):
     """Where the rows of groups come from, and what their results count.
@@ -23,17 +21,15 @@ class Sent(NamedTuple):
     back: torch.Tensor
     weights: torch.Tensor
 
-    def taken(self, x: torch.Tensor) -> Taken:
-        """Rows of ``x``, (T, K)."""
-        return Taken(x, self._rows)
-
-    def taken_with_weights(self, dy: torch.Tensor) -> Taken:
-        """The gradients of the rows' results, where ``dy``, (T, K), are those of the tokens'."""
-        return Taken(dy, self._rows, self.weights.flatten()[self.order])
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64, (M,): the token that each row is."""
+        return self.order // self.weights.shape[1]
 
     @property
-    def _rows(self) -> torch.Tensor:
-        return self.order // self.weights.shape[1]
+    def factors(self) -> torch.Tensor:
+        """(M,): the weight of each row."""
+        return self.weights.flatten()[self.order]
 
     def by_token(self, y: torch.Tensor) -> torch.Tensor:
         """Put rows, (M, N), back in the order of the choices: (T, top_k, N).

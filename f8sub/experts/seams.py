@@ -178,7 +178,7 @@ def routed(
     is_swiglu, is_normed = _is_swiglu(module), getattr(module, "has_post_expert_norm", False)
     how: dict[str, Any] = {"transposed": module.is_transposed}
     if is_swiglu and not is_normed:
-        sent = Sent(order, back, top_k_weights)
+        sent = Sent(order, back, top_k_weights.reshape(tokens, top_k))
         made = sent_swiglu(hidden_states, sent, module.gate_up_proj, module.down_proj, ends, **how)
         if made is not None:
             return made

@@ -330,6 +330,9 @@ def quantize_computed(
 ) -> tuple[Tokens | None, Tokens | None]:
     """``quantize_tokens`` of what is computed where it is cast; of its values where no kernel does both."""
     how = groups, rowwise, columnwise, multiple
+    is_of_rows = columnwise is None and rowwise is not None and rowwise.tile in (ROWWISE, VECTOR)
+    if is_of_rows and isinstance(computed, Taken) and computed.factors is None:
+        return _codes_of_rows(computed, groups, present(rowwise)), None
     takes = _takes_taken(computed, *how) if isinstance(computed, Taken) else _takes_gated(computed, *how)
     if not takes:
         if isinstance(computed, Gated) and computed.side == EACH:
@@ -345,6 +348,15 @@ def quantize_computed(
             lambda: token_launches(computed.empty(), ends, rowwise, columnwise, multiple, computed),
         )
     return _tokens_of(tensors, groups, rowwise, columnwise)
+
+
+def _codes_of_rows(taken: Taken, groups: Groups, format: Float8Format) -> Tokens:
+    """Return rowwise codes: those of all of x by index, because a row's depend on no other."""
+    data, scale_inv, *_ = present(quantize(taken.x, format, None).rowwise)
+    # As bytes, because torch does not index float8 on every device.
+    data = data.view(torch.uint8)[taken.rows].view(format.dtype)
+    placed = empty_scale_inv(taken.empty(), format, groups, contracted=False)
+    return Tokens(data, placed.copy_(scale_inv[taken.rows]), format, groups, False)
 
 
 def _takes_taken(

@@ -13,7 +13,7 @@ from tests.kernels.test_quantize_groups import GROUP_FORMATS, USAGES
 
 def by_groups(names: tuple[str, ...]) -> None:
     from f8sub.kernels import cuda
-    from f8sub.kernels.grouped.operands import ExpertWeights, Groups
+    from f8sub.kernels.grouped.operands import ExpertWeights, Groups, Taken
 
     take_any_device()
     ends = itertools.cycle((10, 200, 256))
@@ -21,6 +21,9 @@ def by_groups(names: tuple[str, ...]) -> None:
     def tokens() -> dict[str, torch.Tensor]:
         x = torch.randn(256, 384).bfloat16()
         return {"x": x, "ends": torch.tensor([3, 3, next(ends)], dtype=torch.int32)}
+
+    def taken() -> dict[str, torch.Tensor]:
+        return {**tokens(), "rows": torch.randint(256, (256,)), "factors": torch.rand(256)}
 
     def matrices() -> dict[str, torch.Tensor]:
         return {"w": torch.randn(3, 256, 128).bfloat16()}
@@ -32,6 +35,12 @@ def by_groups(names: tuple[str, ...]) -> None:
                 tokens,
                 lambda x, ends, row=row, col=col: cuda.quantize_tokens(x, Groups.of(ends, 256), row, col, 16),
             )
+        assert over_other_tensors(
+            taken,
+            lambda x, ends, rows, factors, f=format: cuda.quantize_computed(
+                Taken(x, rows, factors), Groups.of(ends, 256), f, f, 16
+            ),
+        )
         if not format.is_plain:
             continue  # one group of all experts' rows, whose end is no argument
 

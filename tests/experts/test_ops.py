@@ -18,6 +18,17 @@ def grouped_quantization(formats, shape, usages=(True, True)):
     return ops.quantize_groups_as_one_node, (gaussian(shape, generator(1)), first, ends, *names, 16)
 
 
+def computed_quantization(formats, shape, factors=torch.float32):
+    """Of rows of a matrix that has more of them, times factors; or of SwiGLU."""
+    _, (x, *groups) = grouped_quantization(formats, shape)
+    if factors is None:
+        both = gaussian((shape[0], 2 * shape[1]), generator(2))
+        return ops.quantize_computed_as_one_node, (*both.chunk(2, 1), x, operands.GATE, *groups)
+    rows = torch.randint(shape[0], (shape[0],), generator=generator(3))
+    by = torch.rand(shape[0], generator=generator(4)).to(factors)
+    return ops.quantize_computed_as_one_node, (torch.cat([x, x]), rows, by, operands.TAKEN, *groups)
+
+
 def experts_quantization(formats, shape):
     return ops.experts_as_one_node, (gaussian((3, *shape), generator(1)), formats[0].name)
 
@@ -33,6 +44,8 @@ OF_GROUPS = {
     "groups_both": grouped_quantization,
     "groups_rowwise": functools.partial(grouped_quantization, usages=(True, False)),
     "groups_columnwise": functools.partial(grouped_quantization, usages=(False, True)),
+    "taken": computed_quantization,
+    "swiglu": functools.partial(computed_quantization, factors=None),
     "experts": experts_quantization,
     "experts_columnwise": experts_derivation,
 }

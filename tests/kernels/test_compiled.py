@@ -56,6 +56,34 @@ def test_casts_that_compute_swiglu():
 
 
 @pytest.mark.long
+def test_casts_that_look_up_rows():
+    """Wide loads, as of rows that lie side by side; few registers are spilled, and none without factors."""
+    import re
+
+    import torch
+
+    from f8sub.kernels import cuda
+    from f8sub.kernels.grouped.operands import Taken
+    from scripts.bench.formats import FORMATS
+    from tests.kernels.compiled import compiler
+
+    x = torch.empty(16384, 2048, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty(131072, dtype=torch.int64, device="meta")
+    ends = torch.empty(128, dtype=torch.int32, device="meta")
+    for name in ("tensorwise", "rowwise", "1x128", "256x256 e5m2"):
+        for factors in (None, torch.empty(131072, device="meta")):
+            taken = Taken(x, rows, factors)
+            made = cuda.token_launches(taken.empty(), ends, FORMATS[name], FORMATS[name], 256, taken)
+            launch = made.launches[1]
+            sass, _ = compiler.disassembled(compiler.compiled(launch).asm["cubin"])
+            spilled = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+            assert spilled <= (0 if factors is None else 60), (name, spilled)
+            tile = launch.arguments["TILE"]
+            wide = tile.ROWS * tile.COLS * 2 // (16 * 32 * launch.options["num_warps"])
+            assert len(re.findall(r"\bLDG\S*\.128\b", sass)) >= wide, name
+
+
+@pytest.mark.long
 def test_copies_of_gradients():
     """Wide accesses alone: 4096 elements by 256 threads are 2 loads of 16 bytes each in bfloat16, 4 in float32."""
     import re

@@ -124,6 +124,20 @@ def test_one_usage_alone(name, device):
     assert names == ["lay_out", *BY_TWO[name]]
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("rowwise", "quantize_whole_rows"), ("1x128", "quantize_vectors")]
+)
+@interpreted
+def test_codes_of_rows_alone_are_taken_of_those_of_all_tokens(name, kernel, device):
+    groups = groups_of(COUNTS["ragged"])
+    source, matrix = taken(groups, None)
+    with launched() as names:
+        cast(to(device, source), matrix, groups, name, "row")
+    assert names == [kernel]
+    source, matrix = taken(groups, torch.float32)
+    cast(to(device, source), matrix, groups, name, "row")
+
+
 @pytest.mark.parametrize("factors", FACTORS)
 @pytest.mark.parametrize("name", long_but(["tensorwise", "1x128"], GROUP_FORMATS))
 def test_the_specification_is_a_cast_of_rows_put_together(name, factors):

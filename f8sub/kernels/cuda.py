@@ -331,8 +331,11 @@ def quantize_computed(
     """``quantize_tokens`` of what is computed where it is cast; of its values where no kernel does both."""
     how = groups, rowwise, columnwise, multiple
     is_of_rows = columnwise is None and rowwise is not None and rowwise.tile in (ROWWISE, VECTOR)
-    if is_of_rows and isinstance(computed, Taken) and computed.factors is None:
-        return _codes_of_rows(computed, groups, present(rowwise)), None
+    if is_of_rows and isinstance(computed, Taken):
+        if computed.factors is None:
+            return _codes_of_rows(computed, groups, present(rowwise)), None
+        # Kernels of groups make columns, too, which take half the bytes of the products in high precision.
+        return quantize_computed(computed, groups, rowwise, rowwise, multiple)[0], None
     takes = _takes_taken(computed, *how) if isinstance(computed, Taken) else _takes_gated(computed, *how)
     if not takes:
         if isinstance(computed, Gated) and computed.side == EACH:
@@ -367,15 +370,10 @@ def _takes_taken(
     multiple: int,
 ) -> bool:
     """Return whether the kernels of groups cast it, which look up where each row lies."""
-    if columnwise is None:
-        # One scale per row or a vector alone is for the kernels of a whole matrix.
-        if rowwise is None or rowwise.tile in (ROWWISE, VECTOR):
-            return False
-    elif rowwise not in (None, columnwise):
-        return False
     x, rows, factors = taken
     return (
-        _takes_groups(taken.empty(), groups, rowwise, columnwise, multiple)
+        (None in (rowwise, columnwise) or rowwise == columnwise)
+        and _takes_groups(taken.empty(), groups, rowwise, columnwise, multiple)
         and x.is_contiguous()
         and x.data_ptr() % ALIGNMENT == 0
         and rows.is_contiguous()

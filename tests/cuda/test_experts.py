@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import f8sub
+from f8sub.experts import seams
 from f8sub.experts.adapters import Adapted, Added
 from f8sub.kernels import cuda
 from f8sub.kernels.gemm.select import Plan
@@ -11,10 +12,13 @@ from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import EACH, Groups
 from f8sub.kernels.quantize import quantize
 from tests.data_sets import DTYPES, gaussian, generator
+from tests.experts import test_sent as sent
 from tests.experts.ranks import test_exchange
+from tests.experts.test_conversion import registered  # noqa: F401
 from tests.kernels import test_gated as swiglu
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
+from tests.kernels import test_taken as rows
 
 DEVICE = torch.device("cuda")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8"]
@@ -165,6 +169,85 @@ def test_a_feed_forward_layer_is_three_products(recipe, together):
     assert all(map(torch.equal, captured, launched))
     for a, b in zip(step(torch.compile(at_once, fullgraph=True)), launched, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", rows.KINDS)
+@pytest.mark.parametrize("factors", rows.FACTORS)
+@pytest.mark.parametrize("name", rows.KERNELS)
+def test_pairs_are_looked_up(name, factors, kind):
+    rows.test_pairs_of_elements_are_those_of_rows_put_together(name, factors, kind, "cuda")
+
+
+@pytest.mark.parametrize(("name", "factors", "dtype"), rows.LINES)
+def test_elements_of_any_dtype_are_looked_up(name, factors, dtype):
+    rows.test_elements_of_any_dtype_are_those_of_rows_put_together(name, factors, dtype, "cuda")
+
+
+@pytest.mark.parametrize("usages", casts.USAGES)
+@pytest.mark.parametrize("factors", rows.FACTORS)
+@pytest.mark.parametrize("name", casts.GROUP_FORMATS)
+def test_many_rows_are_looked_up(name, factors, usages):
+    """More programs than run at once: with both usages some groups' amaxes are found while others are cast."""
+    groups = casts.groups_of([4000, 0, 37, 21000])
+    source, matrix = rows.taken(groups, factors, cols=1024)
+    rows.cast(rows.to("cuda", source), matrix, groups, name, usages)
+
+
+class Routed(torch.nn.Module):
+    """Experts with what ``seams.routed`` reads of those of transformers."""
+
+    is_transposed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        rng = generator(3)
+        shapes = (sent.EXPERTS, 512, 512), (sent.EXPERTS, 512, 256)
+        gate_up, down = ((gaussian(shape, rng) / 16).bfloat16() for shape in shapes)
+        self.gate_up_proj, self.down_proj = map(torch.nn.Parameter, (gate_up, down))
+        self.act_fn = torch.nn.SiLU()
+
+
+@pytest.mark.parametrize("factors", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "gridquant"])
+def test_experts_read_tokens_where_they_lie(recipe, factors, registered):  # noqa: F811
+    """As if they were sorted first, without waiting; launched, in a graph, and compiled."""
+    runs(recipe, "auto")
+    weights_of = "gate_up_proj", "down_proj"
+    f8sub.register_experts(Routed, weights=weights_of, forward=seams.routed, down="down_proj")
+    module = f8sub.convert_to_float8(torch.nn.Sequential(Routed()), recipe, experts=True)[0].to(DEVICE)
+    rng, tokens = generator(1), 1000
+    x, dy = (gaussian((tokens, 512), rng).bfloat16().to(DEVICE) for _ in range(2))
+    chosen = torch.randint(sent.EXPERTS + sent.ELSEWHERE, (tokens, 8), generator=rng).to(DEVICE)
+    by = torch.rand(tokens, 8, generator=rng).to(DEVICE, factors)
+    by[chosen >= sent.EXPERTS] = torch.nan
+    given = [x.requires_grad_(), by.requires_grad_(), *module.parameters()]
+
+    def step(call) -> list[torch.Tensor]:
+        y = call(x, chosen, by)
+        return [y.detach(), *torch.autograd.grad(y, given, dy)]
+
+    step(module)  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = step(module)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    right = step(lambda *args: sent.sorted_first(module, recipe, *args))
+    assert all(map(torch.equal, launched, right))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(module)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(module)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, launched))
+    # The compiler rounds products with the router's weights once, with their sum.
+    for a, b in zip(step(torch.compile(module, fullgraph=True)), launched, strict=True):
+        assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
 
 
 @pytest.mark.parametrize("kind", casts.COUNTS)

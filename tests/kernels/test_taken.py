@@ -134,8 +134,11 @@ def test_codes_of_rows_alone_are_taken_of_those_of_all_tokens(name, kernel, devi
     with launched() as names:
         cast(to(device, source), matrix, groups, name, "row")
     assert names == [kernel]
+    # Multiplied by factors first they are cast both ways.
     source, matrix = taken(groups, torch.float32)
-    cast(to(device, source), matrix, groups, name, "row")
+    with launched() as names:
+        cast(to(device, source), matrix, groups, name, "row")
+    assert names[0] == "lay_out"
 
 
 @pytest.mark.parametrize("factors", FACTORS)

@@ -369,7 +369,8 @@ def _named_like(*shape: int) -> str:
         ]
     )
     fqns = ", ".join(sorted({module._f8sub.fqn for module in found}))
-    name = f"{fqns} by {sorted(plan.key for plan in plans)} of {shape}"
+    # torch 2.13's dynamo takes a dot in an attribute's name for another attribute.
+    name = f"{fqns} by {sorted(plan.key for plan in plans)} of {shape}".replace(".", "/")
     if not hasattr(_stand_ins, name):
         why_not = (
             f"{fqns}: torch.compile traces a product with a weight of {shape} where no forward of a converted module "

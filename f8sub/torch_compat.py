@@ -1095,6 +1095,10 @@ class Places(torch.Tensor):
         self.places = places
         return self
 
+    def pieces(self, rank: int) -> list[torch.Tensor]:
+        """Return where the inputs of a rank lie, which the all-gather sends from in place."""
+        return [place[rank].view(self.dtype) for place in self.places]
+
     @override
     def view(self, *shape: Any) -> "Places":
         """Return itself: FSDP2 asks for a row for each rank, before the operator that copies out of them."""
@@ -1105,9 +1109,9 @@ class Places(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.name() == ALL_GATHER_COPY_IN:
-            own, pieces = pieces_of(*args[1:])
-            torch._foreach_copy_(pieces, args[0])
-            return own, args[1]
+            inputs, gathered, _, _, rank = args
+            torch._foreach_copy_(gathered.pieces(rank), inputs)
+            return gathered, gathered
         if func.name() == _COPY_OUT:
             begin = torch.Tensor.data_ptr
             if list(map(begin, (kwargs or {})["out"])) == list(map(begin, args[0].places)):
@@ -1116,19 +1120,6 @@ class Places(torch.Tensor):
 
 
 _COPY_OUT = "fsdp::split_with_sizes_copy"
-
-
-def pieces_of(
-    gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return what an all-gather sends, a rank's part of the memory that it fills, and the pieces of the inputs there.
-
-    The arguments are those of ``fsdp::all_gather_copy_in``.
-    """
-    if isinstance(gathered, Places):
-        return gathered, [place[rank].view(gathered.dtype) for place in gathered.places]
-    own = gathered.narrow(0, size * rank, size)
-    return own, list(own.split(sizes))
 
 
 Copy = Callable[[Sequence[torch.Tensor], torch.Tensor], bool]

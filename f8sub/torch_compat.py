@@ -225,7 +225,8 @@ IN_PLACE = Need(
             "all_gather_outputs alloc_all_gather_outputs free_unsharded_param fsdp_placement sharded_param"
         ),
         "FSDPParamGroup": (
-            "_all_gather_comm _all_gather_result comm_ctx device fsdp_params is_sharded mesh_info pre_forward unshard"
+            "_all_gather_comm _all_gather_result _training_state comm_ctx device fsdp_params is_sharded mesh_info "
+            "pre_forward unshard"
         ),
     },
 )
@@ -972,11 +973,12 @@ def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) 
 def gather_in_place(modules: Collection[torch.nn.Module]) -> int:
     """Have FSDP2 gather the parameters of ``modules`` where they are read, with no flat memory that it copies out of.
 
-    FSDP2 asks its all-gather for a flat output, has it gathered into, and copies each parameter out of it. The values
-    are the same. It is so wherever an all-gather is begun before what runs meanwhile is launched, as every backward
-    pass and ``set_modules_to_forward_prefetch`` do: the memory is then that of parameters that were freed before, and
-    the all-gather waits for what was launched until then. A group that is gathered by its own forward keeps FSDP2's
-    copy, because its all-gather would wait for the layer before it, beside which FSDP2 has it run.
+    FSDP2 gathers into a flat output and copies each parameter out of it. Values are the same without that copy.
+
+    The memory may be that of parameters that were just freed, so the all-gather waits for all that is launched before
+    it. In a backward pass, and with ``set_modules_to_forward_prefetch``, that is the layer before last, and the
+    all-gather runs beside the last one. In a group's own forward it would be the last one, too, and nothing would hide
+    the all-gather: there FSDP2's copy stays.
 
     A group keeps an all-gather that is not torch's own, and parameters that are not sharded along dimension 0.
 

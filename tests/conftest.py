@@ -26,7 +26,8 @@ _nursery, _gpu_nursery = pytest.StashKey[Nursery](), pytest.StashKey[Nursery]()
 
 @pytest.hookimpl(trylast=True)  # after pytest made the reporter
 def pytest_configure(config: pytest.Config) -> None:
-    lane = Lane(Path(taken)) if (taken := os.environ.pop("F8SUB_TEST_TAKEN", None)) is not None else None
+    taken, until = (os.environ.pop(f"F8SUB_TEST_{name}", None) for name in ("TAKEN", "UNTIL"))
+    lane = Lane(Path(taken), float(until) if until else None) if taken is not None else None
     if lane is not None:
         config.pluginmanager.register(lane)
     if config.get_verbosity() < 0 and not config.option.collectonly:

@@ -88,36 +88,43 @@ def created(name: str, vocabulary: int, *, tied: bool) -> torch.nn.Module:
     return model
 
 
-def heads_of(name: str, vocabulary: int, *, tied: bool) -> tuple[set[str], set[str]]:
-    """The heads that a conversion finds in a model, and the layers it converts that make a vocabulary's logits."""
-    model = created(name, vocabulary, tied=tied)
+def heads_of(model: torch.nn.Module) -> set[str]:
+    """The heads that a conversion finds in a model."""
     modules = dict(model.named_modules())
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    heads = {fqn for fqn, why in default_reasons(modules, linears).items() if why == HEAD}
+    return {fqn for fqn, why in default_reasons(modules, linears).items() if why == HEAD}
+
+
+def converted_logits(model: torch.nn.Module) -> set[str]:
+    """The layers of a vocabulary's logits that a conversion takes."""
+    of_logits = {
+        fqn
+        for fqn, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.out_features == VOCABULARY
+    }
     f8sub.convert_to_float8(model, min_dim=0, strict=False, experts=False)
-    converted = {fqn for fqn, module in model.named_modules() if isinstance(module, f8sub.Float8Linear)}
-    return heads, {fqn for fqn in converted if linears[fqn].out_features == vocabulary}
+    return {fqn for fqn in of_logits if isinstance(model.get_submodule(fqn), f8sub.Float8Linear)}
 
 
-def check(name: str, *ties: bool) -> None:
-    for tied in ties:
-        heads, converted = heads_of(name, VOCABULARY, tied=tied)
-        assert not converted
-        # A hidden layer is no head where as many features make a vocabulary.
-        for vocabulary in (WIDTH, 2 * WIDTH):
-            assert heads_of(name, vocabulary, tied=tied)[0] <= heads
+def check(model: torch.nn.Module, name: str, *, tied: bool) -> None:
+    heads = heads_of(model)
+    assert not converted_logits(model)
+    # A hidden layer is no head where as many features make a vocabulary.
+    for vocabulary in (WIDTH, 2 * WIDTH):
+        assert heads_of(created(name, vocabulary, tied=tied)) <= heads
 
 
 @pytest.mark.parametrize("name", UNNAMED)
 def test_heads_that_models_do_not_name(name):
-    heads, converted = heads_of(name, VOCABULARY, tied=False)
-    assert not converted
-    assert heads >= UNNAMED[name]
+    model = created(name, VOCABULARY, tied=False)
+    assert heads_of(model) >= UNNAMED[name]
+    assert not converted_logits(model)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_heads_of_some_models(name):
-    check(name, True, False)
+    for tied in (True, False):
+        check(created(name, VOCABULARY, tied=tied), name, tied=tied)
 
 
 @pytest.mark.long
@@ -127,11 +134,11 @@ def test_heads_of_all_models():
         if name in FEW:
             continue  # in the test of some
         try:
-            created(name, VOCABULARY, tied=False)
+            model = created(name, VOCABULARY, tied=False)
         except Exception:  # defaults that do not fit each other, or a package that is not there
             without.append(name)
         else:
-            check(name, False)
+            check(model, name, tied=False)
             found.append(name)
     assert len(found) > 330
     assert len(without) < 30

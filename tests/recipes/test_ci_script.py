@@ -33,7 +33,8 @@ def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
     skips = "SKIPPED [2] tests/a.py:3: needs a CUDA device\nSKIPPED [1] tests/b.py:7: only on Windows"
     done = run(tmp_path, skips)
     assert done.returncode == 0
-    assert done.stdout.startswith("linted\narguments: --all")
+    assert done.stdout.startswith("linted\nversions: torch2.15\n")
+    assert "arguments: --all --minutes 70\n" in done.stdout
     assert "Skipped: 3 tests" in done.stdout
     assert "     2 needs a CUDA device" in done.stdout
     assert "     1 only on Windows" in done.stdout

@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from f8sub_pretrain.checkpoint import CheckpointError, Checkpoints
 from f8sub_pretrain.compare import compare
+from f8sub_pretrain.cpu import bfloat16_products_in_float32, is_bfloat16_slow
 from f8sub_pretrain.data import PackedSequences, load_tokenizer
 from f8sub_pretrain.documents import DataError
 from f8sub_pretrain.metrics import Metrics, peak_memory_gib
@@ -566,7 +567,11 @@ def joined_ranks(settings: Settings) -> Iterator[DeviceMesh]:
     if (restarts or "0") != "0" and shared == "True" and os.environ["RANK"] == "0":
         print(SHARED_STORE, file=sys.stderr)
     dist.init_process_group(**options)
-    yield init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    products: AbstractContextManager[None] = nullcontext()
+    if kind == "cpu" and is_bfloat16_slow():
+        products = bfloat16_products_in_float32()
+    with products:
+        yield init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     dist.destroy_process_group()
     # gloo's worker threads outlive the group (DTensor's caches hold it), and one that drops a finished collective's
     # last tensor while Python is finalized takes the process with it ("terminate called without an active

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ def bfloat16_products_in_float32() -> Iterator[None]:
         library._destroy()
 
 
-def _product(into: Any) -> Any:
+def _product(into: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """An operator's kernel, by its variant with ``out``."""
 
     def product(*matrices: torch.Tensor, **factors: float) -> torch.Tensor:

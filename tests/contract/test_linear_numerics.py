@@ -79,8 +79,12 @@ def assert_within_budget(results: dict[str, torch.Tensor], products: dict[str, o
     assert all(ratio <= 1 for ratio in worst.values()), f"errors in units of their budgets: {worst}"
 
 
-@pytest.mark.parametrize("shape", long_but(["13x64-to-48", "2x5x32-to-64"], SHAPES))
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    long_but(
+        [("fp32", "13x64-to-48"), ("bf16", "2x5x32-to-64")], itertools.product(["fp32", "bf16"], SHAPES)
+    ),
+)
 @on_each_data_set
 @on_each_recipe
 def test_the_three_products_and_the_bias_gradient(recipe, data, dtype, shape):

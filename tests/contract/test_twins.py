@@ -21,6 +21,7 @@ from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts, experts_of, of_transformers
 from tests.experts.ranks.test_experts_sharded import TransposedExperts
 from tests.models import equal, heard, refusal, seed_weights
+from tests.selection import long_but
 
 WIDTH, ROWS, EXPERTS = 32, 24, 4
 ENDS = torch.tensor([6, 6, 20, ROWS])
@@ -486,7 +487,9 @@ def test_a_feature_holds_for_both(feature, form):
     feature(form)
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "linear"])
+@pytest.mark.parametrize(
+    "form", long_but(["_grouped_mm", "transformers"], [name for name in FORMS if name != "linear"])
+)
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.__name__)
 def test_a_feature_holds_for_experts_that_the_default_converts(feature, form, monkeypatch):
     """With a number of tokens that is not known, of which one is enough."""

@@ -261,7 +261,7 @@ def test_optimizers_that_step_within_backward_share_them_once(rank, world):
 @pytest.mark.parametrize(
     ("world", "how", "recipe"),
     long_but(
-        [(2, "fsdp", "tensorwise"), (4, "shards and heads", "tensorwise")],
+        [(4, "shards and heads", "tensorwise")],
         [(*way, recipe) for way in WAYS for recipe in ("tensorwise", None)],
     ),
 )

@@ -360,6 +360,7 @@ def test_a_run_with_attention_in_float8_resumes_bitwise(any_titan, assets, train
 
 
 @of_0_3
+@long
 def test_swiglu_input_changes_the_loss_a_little(train):
     usual, ours = (last(train(1, config)) for config in ("f8sub", 'f8sub:{"keep_swiglu_input":"float8"}'))
     assert ours != usual

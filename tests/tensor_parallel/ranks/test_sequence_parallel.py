@@ -2,14 +2,18 @@
 
 import functools
 import math
+import os
+import shutil
+import tempfile
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -179,6 +183,42 @@ def test_each_mode_is_the_eager_run(rank, world, mode, plan, recipe):
     assert [name for name in usual if not torch.equal(usual[name], found[name])] == []
 
 
+class OfAPart(nn.Module):
+    """Layers that are given all tokens, of which each rank keeps its part: a constant of compiled code."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: DTensor) -> torch.Tensor:
+        part: torch.Tensor = self.layers(x.redistribute(placements=[Shard(1)]).to_local())
+        return part
+
+
+@pytest.mark.long
+@pytest.mark.own_ranks
+def test_code_on_disk_is_not_the_code_of_another_rank(rank, world):
+    """As it may be of DTensors in high precision: findings/compiled_dtensors_run_the_code_of_another_rank.sh."""
+    mesh = mesh_of(world)
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    x, dy = inputs()
+    x, dy = distribute_tensor(x, mesh, [Replicate()]), dy.tensor_split(world, dim=1)[rank]
+    found = []
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder[0]):
+        for _ in range(2):  # the second finds what both ranks wrote
+            torch._dynamo.reset()
+            model = OfAPart(feed_forward("rowwise"))
+            y = torch.compile(model, dynamic=False)(x)
+            y.backward(dy)
+            found.append([y.detach(), *(p.grad for p in model.parameters())])
+            torch.distributed.barrier()
+    assert all(map(torch.equal, *found))
+    assert decibels(found[1][0], OfAPart(feed_forward("rowwise"))(x)) > 40
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def nodes_of(model: nn.Module, world: int, rank: int, *names: str, whole: bool = False) -> list[list[int]]:
     """How many nodes of each name the graph of forward has, and that of backward: of the model's part, or of it all."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -240,7 +280,8 @@ def test_a_checkpointed_function_reduces_no_amax_again(rank, world):
     assert nodes_of(model, 2, rank % 2, "all_reduce.") == [[of_w], [0]]
 
 
-@pytest.mark.parametrize("world", long_but((2,), (2, 4)))
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
 def test_blocks_of_a_kind_are_compiled_once(rank, world):
     """Four ranks gather weights as float8. Blocks 0 and 2 are of one recipe, 1 and 3 of another."""
     plan = {name.replace("0", "*"): style for name, style in PLANS["high precision"].items()}

@@ -9,9 +9,9 @@
 #
 # VENV, CONSTRAINTS and EXTRAS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
 #
-# Without arguments for pytest, two pytest processes run side by side and end together: "jobs" runs tests/recipes,
-# torchtitan's folder and tests/docs, "one" all others. Long tests come last, and so do files of folders named ranks: the
-# process that comes to one first runs it, see tests/lanes.py.
+# Without arguments for pytest, two pytest processes run side by side and end together: "jobs" runs the folders that are
+# listed below, "one" all others. Long tests come last, and so do files of folders named ranks: the process that comes to
+# one first runs it, see tests/lanes.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -52,7 +52,7 @@ run_lane() {  # name, arguments of pytest
     F8SUB_TEST_LANE=$name F8SUB_TEST_TAKEN=$taken F8SUB_TEST_UNTIL=$until $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
-jobs=(tests/recipes tests/integrations/torchtitan tests/docs)
+jobs=(tests/recipes tests/scripts tests/graphs tests/integrations/torchtitan tests/docs)
 mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
 run_lane jobs "${jobs[@]}" "${with_ranks[@]}" &
 other=$!

@@ -58,7 +58,7 @@ class Lane:
 
     def _take(self, path: Path, is_long: bool) -> bool:
         """Whether this process is the first that comes to the long tests of a file, or to the others."""
-        name = "-".join((*path.parts[-3:], "long")[: 3 + is_long])
+        name = "-".join([*path.parts[-3:], *(["long"] if is_long else [])])
         try:
             os.close(os.open(self._taken / name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:

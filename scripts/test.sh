@@ -3,28 +3,25 @@
 #
 #   ./scripts/test.sh                  # everything but the long tests
 #   ./scripts/test.sh --all            # everything
-#   ./scripts/test.sh --all --minutes 60  # long tests that have not begun after 60 minutes are skipped, and counted
 #   ./scripts/test.sh --quick          # does f8sub work on this machine? 1 minute
 #   ./scripts/test.sh tests/weights -k x  # one pytest process with these arguments
 #
 # VENV, CONSTRAINTS and EXTRAS name another environment, see setup_env.sh; ./scripts/test_versions.sh has a table of such.
 #
-# Without arguments for pytest, two pytest processes run side by side and end together: "jobs" runs the folders that are
-# listed below, "one" all others. Long tests come last, and so do files of folders named ranks: the process that comes to
-# one first runs it, see tests/lanes.py.
+# Without arguments for pytest, two pytest processes run side by side and end together: "jobs" runs tests/recipes,
+# torchtitan's folder and tests/docs, "one" all others. Files of folders named ranks come last, and the process that
+# comes to one first runs it, see tests/lanes.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=(-m "not long") quick='' arguments=() until=''
-while [ $# -gt 0 ]; do
-    case $1 in
+selection=(-m "not long") quick='' arguments=()
+for argument in "$@"; do
+    case $argument in
     --all) selection=() ;;
-    --minutes) until=$(($(date +%s) + 60 * ${2:?a number of minutes})) && shift ;;
     --quick) quick=yes ;;
-    *::*) selection=() arguments+=("$1") ;;  # a test that is named runs, long or not
-    *) arguments+=("$1") ;;
+    *::*) selection=() arguments+=("$argument") ;;  # a test that is named runs, long or not
+    *) arguments+=("$argument") ;;
     esac
-    shift
 done
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
@@ -49,10 +46,10 @@ run_lane() {  # name, arguments of pytest
     local name=$1
     shift
     # read and printf print whole lines, so that the two lanes do not cut each other's.
-    F8SUB_TEST_LANE=$name F8SUB_TEST_TAKEN=$taken F8SUB_TEST_UNTIL=$until $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
+    F8SUB_TEST_LANE=$name F8SUB_TEST_TAKEN=$taken $python -m pytest -q "${selection[@]}" "$@" 2>&1 | tee "$logs/$name" |
         while IFS= read -r line; do printf '%s\n' "$line"; done
 }
-jobs=(tests/recipes tests/scripts tests/graphs tests/integrations/torchtitan tests/docs)
+jobs=(tests/recipes tests/integrations/torchtitan tests/docs)
 mapfile -t with_ranks < <(find tests -type d -name ranks | sort)
 run_lane jobs "${jobs[@]}" "${with_ranks[@]}" &
 other=$!

@@ -1,5 +1,6 @@
 """.ci/run counts skips and fails on one that hides something that is not installed."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 CLOSING = "5 passed, 0 failed, 3 skipped"
 
 
-def run(folder, output, status=0, lint_status=0, newest_status=0):
+def run(folder, output, status=0, lint_status=0, newest_status=0, environment=None):
     """``.ci/run`` over a test script that prints ``output`` and a lint script."""
     (folder / ".ci").mkdir()
     (folder / "scripts").mkdir()
@@ -26,7 +27,7 @@ def run(folder, output, status=0, lint_status=0, newest_status=0):
     for name, text in scripts.items():
         (folder / "scripts" / name).write_text(text)
         (folder / "scripts" / name).chmod(0o755)
-    return subprocess.run([str(folder / ".ci" / "run")], capture_output=True, text=True)
+    return subprocess.run([str(folder / ".ci" / "run")], capture_output=True, text=True, env=environment)
 
 
 def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
@@ -34,12 +35,21 @@ def test_it_runs_everything_and_ends_with_the_closing_line(tmp_path):
     done = run(tmp_path, skips)
     assert done.returncode == 0
     assert done.stdout.startswith("linted\nversions: torch2.15\n")
-    assert "arguments: --all --minutes 70\n" in done.stdout
+    assert "arguments: --all\n" in done.stdout
+    assert "slow" not in done.stdout
     assert "Skipped: 3 tests" in done.stdout
     assert "     2 needs a CUDA device" in done.stdout
     assert "     1 only on Windows" in done.stdout
     assert re.findall("versions: (.*)", done.stdout) == ["torch2.15", "triton3.6"]
     assert done.stdout.splitlines()[-1] == "9 passed, 0 failed, 5 skipped"
+
+
+def test_a_slow_machine_runs_the_default_suite_and_says_so(tmp_path):
+    """bash's SECONDS counts on from what it is given."""
+    done = run(tmp_path, "", environment={**os.environ, "SECONDS": "1300"})
+    assert done.returncode == 0
+    assert "arguments: \n" in done.stdout
+    assert done.stdout.splitlines()[-2].startswith("This machine is slow: long tests")
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,7 @@ IN_PLACE = Need(
         "torch.distributed.distributed_c10d.AllgatherOptions": "",
     },
     {
+        "FSDPCommContext": "get_all_gather_streams",
         "FSDPMeshInfo": "shard_process_group",
         "FSDPParam": (
             "all_gather_outputs alloc_all_gather_outputs free_unsharded_param fsdp_placement sharded_param"
@@ -997,7 +998,7 @@ def gather_in_place(modules: Collection[torch.nn.Module]) -> int:
         groups.setdefault(id(group), (group, []))[1].append(param)
     changed = 0
     for group, params in groups.values():
-        require_attributes(IN_PLACE, group, group.mesh_info, *params)
+        require_attributes(IN_PLACE, group, group.comm_ctx, group.mesh_info, *params)
         comm: Any = group._all_gather_comm
         # By name: the class lives in a private module of FSDP2.
         is_default = type(comm).__name__ == "DefaultAllGather" and not hasattr(comm, "places")

@@ -962,7 +962,7 @@ def local_part(weight: torch.Tensor) -> torch.Tensor:
 
 def _name_of(owner: Any) -> str:
     """The module's name, for errors alone: torch 2.11 compiles once more for each name that traced code reads."""
-    return "grouped_linear" if owner is None else str(owner._f8sub.fqn)
+    return "grouped_linear or grouped_swiglu" if owner is None else str(owner._f8sub.fqn)
 
 
 def _check(owner: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, transposed: bool) -> None:

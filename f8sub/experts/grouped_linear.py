@@ -374,7 +374,10 @@ class GatedMatmul(torch.autograd.Function):
         ]
         if sent is not None:
             placed = sent.by_token(y)
-            y = sent.combined(placed, ends).to(x.dtype)
+            y = sent.combined(placed, ends)
+            if y.dtype != x.dtype:
+                # Torch 2.11 compiles a function that returns what .to() did not change to one without gradients.
+                y = y.to(x.dtype)
             saved += [sent, (placed,) if needs_weights else ()]
         ctx.save_for_backward(ends, down, *itertools.chain(*saved))
         ctx.calls, ctx.rows, ctx.dtype, ctx.lengths = calls, groups.rows, x.dtype, list(map(len, saved))

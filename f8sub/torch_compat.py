@@ -1038,9 +1038,9 @@ def _in_place(default: Any) -> Any:
             own = [place[group.rank()] for place in output_tensor.places]
             with preserve_version_counter(tuple(places)):
                 work = group.allgather_into_tensor_coalesced(places, own, options)
-            # NCCL has nothing to wait for: it ran on this stream.
-            if work is not None:
-                work.wait()
+                # NCCL has nothing to wait for: it ran on this stream.
+                if work is not None:
+                    work.wait()
             return None
 
     return DefaultAllGather

@@ -51,7 +51,8 @@ def test_torchs_reader_refuses_scales_that_safetensors_reads(tmp_path):
     index = {"weight_map": dict.fromkeys(tensors, file.name)}
     (tmp_path / f"{file.name}.index.json").write_text(json.dumps(index))
     assert load_file(file)[f"{NAME}_scale_inv"].dtype == torch.float8_e8m0fnu
-    with pytest.raises(BaseException, match="F8_E8M0"):
+    # Torch 2.11 goes on without what it could not read.
+    with pytest.raises(BaseException, match="F8_E8M0|metadata is None"):
         by_torchs_reader(tmp_path)
 
 

@@ -29,6 +29,7 @@ from tests.experts.models import (  # noqa: E402
     layer_of,
     of_transformers,
 )
+from tests.selection import of_torchtitan_0_3  # noqa: E402
 
 KINDS = ["qwen3_moe", "gpt_oss"]
 NAMES = ("gate_up_proj", "down_proj")
@@ -235,7 +236,7 @@ def test_other_code_reads_the_sum(several, monkeypatch):
 
 
 def test_torchtitans_experts():
-    titan = pytest.importorskip("torchtitan.models.common.moe")
+    titan = of_torchtitan_0_3("torchtitan.models.common.moe")
     if not hasattr(titan.GroupedExperts, "_grouped_mm"):
         pytest.skip("torchtitan 0.2 has no seam")
     from peft.tuners.lora.layer import ParamWrapper

@@ -18,6 +18,7 @@ from f8sub.experts.module import Float8Experts
 from f8sub.experts.seams import EXPERTS
 from tests.experts.models import OwnExperts
 from tests.models import heard
+from tests.selection import of_torchtitan_0_3
 
 PAGES = Path(__file__).parents[2] / "docs"
 MIXTRAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -323,7 +324,7 @@ def test_n_k_and_shared_tokens_are_those_of_the_layers():
         (2880, 2880),
     ]
     assert all(p.transposed and p.uses == 4 for p in found.values())
-    titan = pytest.importorskip("torchtitan.models.common.moe")
+    titan = of_torchtitan_0_3("torchtitan.models.common.moe")
     if not hasattr(titan.GroupedExperts, "_grouped_mm"):
         pytest.skip("torchtitan 0.2 has no seam")
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from tests.compiling import Compiler, SavedShapes
 from tests.data_sets import gaussian, generator
 from tests.experts.models import OwnExperts, experts_of, of_transformers
 from tests.experts.test_conversion import converted, losses_and_gradients, registered  # noqa: F401
-from tests.selection import long_but
+from tests.selection import long_but, of_torchtitan_0_3
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -116,7 +116,7 @@ def test_models_of_transformers(kind, whole):
 
 @pytest.mark.parametrize("recipe", long_but(["rowwise"], ["rowwise", "delayed"]))
 def test_torchtitans_experts(recipe):
-    module = pytest.importorskip("torchtitan.models.common.moe")
+    module = of_torchtitan_0_3("torchtitan.models.common.moe")
     if not hasattr(module.GroupedExperts, "_grouped_mm"):
         pytest.skip("torchtitan 0.2 has no seam")
     plain = module.GroupedExperts(

@@ -12,6 +12,7 @@ from torch import nn
 import f8sub
 from tests.data_sets import gaussian, generator
 from tests.models import refusal
+from tests.selection import of_torchtitan_0_3
 from tests.wire import Wire
 
 WIDTH, HIDDEN, EACH = 256, 128, 2
@@ -195,7 +196,7 @@ def of_torchtitan(rank: int, world: int, make: Callable[[], Any]) -> tuple[int, 
 
 @pytest.mark.parametrize("body", [all_to_all, padding])
 def test_torchtitans_dispatchers(ranks, body):
-    pytest.importorskip("torchtitan.models.common.token_dispatcher")
+    of_torchtitan_0_3("torchtitan.models.common.token_dispatcher")
     for count, same_y, near_dx, refused in ranks(2, body):
         assert count == 1
         assert same_y
@@ -217,7 +218,7 @@ def test_torchtitans_dispatchers(ranks, body):
 )
 def test_dispatchers_of_other_kernels_are_refused_before_any_is_changed(kind, words):
     """Their own constructors want packages or GPUs that are not here."""
-    titan = pytest.importorskip("torchtitan.models.common.token_dispatcher")
+    titan = of_torchtitan_0_3("torchtitan.models.common.token_dispatcher")
     known = titan.AllToAllTokenDispatcher(titan.AllToAllTokenDispatcher.Config(num_experts=4, top_k=2))
     other = object.__new__(getattr(titan, kind))
     if kind != "LocalTokenDispatcher":

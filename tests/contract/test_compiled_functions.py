@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import f8sub
+from f8sub.experts import seams
 from tests.experts import test_gated_linear as gated
 from tests.experts import test_sent as sent
-from tests.experts.models import OwnExperts
+from tests.experts.models import MODELS, OwnExperts, experts_of, of_transformers
 from tests.layers import made, x_of
 from tests.selection import long_but
 
@@ -79,6 +80,14 @@ def test_experts(recipe, dtype):
 @pytest.mark.parametrize("recipe", long_but(["tensorwise"], gated.FUSED))
 def test_experts_of_transformers(recipe, dtype, factors):
     look(sent.experts(recipe).to(dtype), *sent.given(dtype=dtype, factors=factors))
+
+
+@pytest.mark.parametrize("kind", long_but(["gpt_oss"], MODELS))
+def test_experts_whose_forward_sorts_tokens(kind, monkeypatch):
+    """As where SwiGLU is not in the casts."""
+    monkeypatch.setattr(seams, "sent_swiglu", lambda *args, **how: None)
+    model = f8sub.convert_to_float8(of_transformers(kind).bfloat16(), experts=True)
+    look(experts_of(model)[0], *sent.given())
 
 
 def test_what_is_shared_is_found():

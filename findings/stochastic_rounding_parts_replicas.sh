@@ -6,7 +6,8 @@
 # every rank has drawn as much as the others. One draw more on one rank, such as a collator's that masks more tokens of
 # a longer batch, or dropout on it, and the replicas part: nothing compares them, and an averaged gradient does not pull
 # them together. A checkpoint has one replica's weights. Seeds that differ by rank, as augmentation and dropout want
-# them, part them from the first step. DTensor's own random operators keep replicas equal; this one draws on the shard.
+# them, part them from the first step. On GPUs DTensor's own random operators keep replicas equal.
+# This one draws on the shard.
 #
 # Expected: equal replicas, as without stochastic rounding. Seen: most weights differ after 20 steps.
 set -euo pipefail

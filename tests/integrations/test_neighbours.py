@@ -52,7 +52,8 @@ def test_torchs_reader_refuses_scales_that_safetensors_reads(tmp_path):
     (tmp_path / f"{file.name}.index.json").write_text(json.dumps(index))
     assert load_file(file)[f"{NAME}_scale_inv"].dtype == torch.float8_e8m0fnu
     # Torch 2.11 goes on without what it could not read.
-    with pytest.raises(BaseException, match=r"F8_E8M0|metadata is None"):
+    said = "metadata is None" if torch.__version__.startswith("2.11.") else "F8_E8M0"
+    with pytest.raises(BaseException, match=said):
         by_torchs_reader(tmp_path)
 
 

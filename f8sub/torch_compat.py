@@ -971,8 +971,10 @@ def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) 
     getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
 
 
-def gather_in_place(modules: Collection[torch.nn.Module]) -> int:
-    """Have FSDP2 gather the parameters of ``modules`` where they are read, with no flat memory that it copies out of.
+def gather_in_place(
+    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool]
+) -> None:
+    """Have FSDP2 gather parameters where they are read, with no flat memory that it copies out of.
 
     FSDP2 gathers into a flat output and copies each parameter out of it. Values are the same without that copy.
 
@@ -981,45 +983,40 @@ def gather_in_place(modules: Collection[torch.nn.Module]) -> int:
     all-gather runs beside the last one. In a group's own forward it would be the last one, too, and nothing would hide
     the all-gather: there FSDP2's copy stays.
 
-    A group keeps an all-gather that is not torch's own, and parameters that are not sharded along dimension 0.
+    A group keeps an all-gather that is not torch's own, and parameters that are not sharded along dimension 0; each
+    keeps its own where torch's FSDP2 is not as ``IN_PLACE`` has it.
 
     Args:
-        modules: owners of the parameters. A group is changed if all of its parameters are theirs.
-
-    Returns:
-        How many groups were changed.
-
-    Raises:
-        Float8ConfigError: torch's FSDP2 is not as ``IN_PLACE`` has it.
+        weights: modules and names of parameters, each of which FSDP2 shards or does not. All groups of a model gather
+            so that any of these is a parameter of, from its first forward on.
+        takes: whether parameters on a device are gathered so.
     """
-    require(IN_PLACE)
-    groups: dict[int, tuple[Any, list[Any]]] = {}
-    for group, param in fsdp_params():
-        groups.setdefault(id(group), (group, []))[1].append(param)
-    changed = 0
-    for group, params in groups.values():
+    if problems(IN_PLACE):
+        return
+    for group, _ in parameter_groups(dict.fromkeys(weights)):
+        if takes(group.device):
+            _gather_in_place(group)
+
+
+def _gather_in_place(group: Any) -> None:
+    comm, params = group._all_gather_comm, group.fsdp_params
+    # By name: the class lives in a private module of FSDP2.
+    if type(comm).__name__ != "DefaultAllGather" or hasattr(comm, "places"):
+        return
+    with contextlib.suppress(Float8ConfigError):
         require_attributes(IN_PLACE, group, group.comm_ctx, group.mesh_info, *params)
-        comm: Any = group._all_gather_comm
-        # By name: the class lives in a private module of FSDP2.
-        is_default = type(comm).__name__ == "DefaultAllGather" and not hasattr(comm, "places")
-        of_rows = all(param.fsdp_placement.dim == 0 for param in params)
-        if is_default and of_rows and all(module_of(param) in modules for param in params):
-            default: Any = type(comm)
-            group._all_gather_comm = _in_place(default)()
-            group.pre_forward = functools.partial(_own_forward, group.pre_forward, group)
-            group.unshard = functools.partial(_unshard, group.unshard, group)
-            changed += 1
-    return changed
+        if all(param.fsdp_placement.dim == 0 for param in params):
+            group._all_gather_comm = _comm_in_place(type(comm))()
+            group.__class__ = _group_in_place(type(group))
 
 
 @functools.cache
-def _in_place(default: Any) -> Any:
+def _comm_in_place(default: Any) -> Any:
     """Return torch's own all-gather, which gathers into ``places`` while there are any."""
 
     # By the name and the class, code that looks for torch's own finds that.
     class DefaultAllGather(default):  # type: ignore[misc]
         places: Sequence[torch.Tensor] | None = None
-        in_own_forward = False
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
             if self.places is None:
@@ -1046,38 +1043,56 @@ def _in_place(default: Any) -> Any:
     return DefaultAllGather
 
 
-def _own_forward(own: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-    comm = group._all_gather_comm
-    comm.in_own_forward = True
-    try:
-        return own(*args, **kwargs)
-    finally:
-        comm.in_own_forward = False
+@functools.cache
+def _group_in_place(default: Any) -> Any:
+    """Return torch's own group of parameters, which gives its all-gather their places but in its own forward."""
 
+    class FSDPParamGroup(default):  # type: ignore[misc]
+        in_own_forward = False
 
-def _unshard(own: Callable[..., None], group: Any, async_op: bool = False) -> None:
-    comm, params, among = group._all_gather_comm, group.fsdp_params, shard_ranks(group)
-    ranks = 1 if among is None else among.size()
-    # The first all-gather of all makes the tensors.
-    has_outputs = all(param.all_gather_outputs for param in params)
-    is_due = group.is_sharded and group._all_gather_result is None and ranks > 1
-    if async_op or not (is_due and has_outputs) or comm.in_own_forward:
-        own(async_op)
-        return
-    for param in params:
-        param.alloc_all_gather_outputs()
-    stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-    stream.wait_stream(torch.get_device_module(group.device).current_stream())
-    outputs = [tensor for param in params for tensor in param.all_gather_outputs]
-    comm.places = [tensor.view(torch.uint8).view(ranks, -1) for tensor in outputs]
-    try:
-        own(async_op)
-    finally:
-        comm.places = None
-        if group._all_gather_result is None:
-            # FSDP2 was told not to gather in backward.
+        def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
+            # The groups of one model share it since the root's first forward began.
+            if self.comm_ctx not in _in_place:
+                _in_place.add(self.comm_ctx)
+                groups = {id(group): group for group, _ in fsdp_params() if group.comm_ctx is self.comm_ctx}
+                for group in groups.values():
+                    _gather_in_place(group)
+            self.in_own_forward = True
+            try:
+                return super().pre_forward(*args, **kwargs)
+            finally:
+                self.in_own_forward = False
+
+        def unshard(self, async_op: bool = False) -> None:
+            comm, params, among = self._all_gather_comm, self.fsdp_params, shard_ranks(self)
+            ranks = 1 if among is None else among.size()
+            # The first all-gather of all makes the tensors.
+            has_outputs = all(param.all_gather_outputs for param in params)
+            is_due = self.is_sharded and self._all_gather_result is None and ranks > 1
+            is_ours = hasattr(comm, "places")  # and no other that the user has set since
+            if async_op or self.in_own_forward or not (is_ours and is_due and has_outputs):
+                super().unshard(async_op)
+                return
             for param in params:
-                param.free_unsharded_param()
+                param.alloc_all_gather_outputs()
+            stream, _ = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+            stream.wait_stream(torch.get_device_module(self.device).current_stream())
+            outputs = [tensor for param in params for tensor in param.all_gather_outputs]
+            comm.places = [tensor.view(torch.uint8).view(ranks, -1) for tensor in outputs]
+            try:
+                super().unshard(async_op)
+            finally:
+                comm.places = None
+                if self._all_gather_result is None:
+                    # FSDP2 was told not to gather in backward.
+                    for param in params:
+                        param.free_unsharded_param()
+
+    return FSDPParamGroup
+
+
+_in_place: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""What the groups of a model share, of the models all of whose groups were looked at."""
 
 
 class Places(torch.Tensor):

@@ -43,6 +43,7 @@ from f8sub.kernels import chunk_cat
 from f8sub.torch_compat import (
     after_reductions,
     copy_gradients,
+    gather_in_place,
     gathered_of,
     graph_task,
     parameter_groups,
@@ -154,7 +155,10 @@ class Exchange:
         new = [record for record in records if record not in self._watched]
         self._watched.update(new)
         after_reductions({(record.module, record.name): opens for record in new})
-        copy_gradients([(record.module, record.name) for record in new], chunk_cat.runs_on, chunk_cat.copied)
+        weights = [(record.module, record.name) for record in new]
+        copy_gradients(weights, chunk_cat.runs_on, chunk_cat.copied)
+        # Gloo gathers on the host, which hides nothing.
+        gather_in_place(weights, takes=lambda device: device.type == "cuda")
 
     def in_use(self) -> set[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""

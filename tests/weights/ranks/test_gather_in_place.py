@@ -23,10 +23,24 @@ FLAT, IN_PLACE = "_allgather_base_", "allgather_into_tensor_coalesced_"
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+def gather_in_place(model: nn.Module, first: bool = False) -> None:
+    """Of its parameters, or the first one alone, as on a GPU."""
+    names = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+    torch_compat.gather_in_place(names[:1] if first else names, takes=lambda device: True)
+
+
+def count(model: nn.Module) -> int:
+    """How many groups of a model gather in place."""
+    modules = set(model.modules())
+    groups = {id(g): g for g, param in torch_compat.fsdp_params() if torch_compat.module_of(param) in modules}
+    return sum(hasattr(group._all_gather_comm, "places") for group in groups.values())
+
+
 def model_of(recipe: str | None, in_place: bool, change: Callable[[nn.Module], Any], **how: Any) -> nn.Module:
     model = shard(change(transformer(recipe, blocks=BLOCKS)), **how)
     if in_place:
-        assert torch_compat.gather_in_place(set(model.modules())) == BLOCKS + 1
+        gather_in_place(model)
+        assert count(model) == BLOCKS + 1
     return model
 
 
@@ -112,7 +126,8 @@ def test_blocks_that_backward_does_not_gather_hold_nothing(rank, world):
     embedding, linear = layers
     embedding.set_unshard_in_backward(False)
     f8sub.precompute_scales(layers)
-    assert torch_compat.gather_in_place(set(layers.modules())) == 2
+    gather_in_place(layers)
+    assert count(layers) == 2
     for _ in range(2):
         linear(embedding(torch.arange(16))).square().mean().backward()
     assert not bytes_held(layers)
@@ -154,10 +169,41 @@ def test_other_all_gathers_and_other_shards_are_left_alone(rank, world):
     own, columns = nn.Linear(32, 32), nn.Linear(32, 32)
     fully_shard(own).set_custom_all_gather(Own())
     fully_shard(columns, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
-    assert torch_compat.gather_in_place({own, columns}) == 0
+    layers = nn.ModuleList([own, columns])
+    gather_in_place(layers)
+    assert count(layers) == 0
     dist.barrier()
+
+
+def test_an_all_gather_that_is_set_later_is_used(rank, world):
+    class Own(torch_compat._at("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather")):
+        calls = 0
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            Own.calls += 1
+            return super().__call__(*args, **kwargs)
+
+    model = model_of("tensorwise", True, lambda model: model)
+    train(model, rank)
+    for block in model.blocks:
+        block.set_custom_all_gather(Own())
+    assert count(model) == 1
+    train(model, rank)
+    assert Own.calls
+
+
+def test_all_groups_of_a_model_gather_so_from_its_first_forward_on(rank, world):
+    """An embedding or a head has no float8 weight; another model is another matter."""
+    model, other = (shard(transformer("tensorwise", blocks=BLOCKS)) for _ in range(2))
+    train(other, rank, steps=1)
+    gather_in_place(model, first=True)
+    assert count(model) == 1
+    train(model, rank)
+    assert (count(model), count(other)) == (BLOCKS + 1, 0)
 
 
 def test_a_second_call_changes_nothing(rank, world):
     model = model_of("tensorwise", True, lambda model: model)
-    assert torch_compat.gather_in_place(set(model.modules())) == 0
+    kinds = [(type(group), type(group._all_gather_comm)) for group, _ in torch_compat.fsdp_params()]
+    gather_in_place(model)
+    assert kinds == [(type(group), type(group._all_gather_comm)) for group, _ in torch_compat.fsdp_params()]

@@ -24,7 +24,7 @@ import operator
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -1000,14 +1000,16 @@ def gather_in_place(
 
 def _gather_in_place(group: Any) -> None:
     comm, params = group._all_gather_comm, group.fsdp_params
+    default: Any = type(comm)
+    kind: Any = type(group)
     # By name: the class lives in a private module of FSDP2.
-    if type(comm).__name__ != "DefaultAllGather" or hasattr(comm, "places"):
+    if default.__name__ != "DefaultAllGather" or hasattr(comm, "places"):
         return
     with contextlib.suppress(Float8ConfigError):
         require_attributes(IN_PLACE, group, group.comm_ctx, group.mesh_info, *params)
         if all(param.fsdp_placement.dim == 0 for param in params):
-            group._all_gather_comm = _comm_in_place(type(comm))()
-            group.__class__ = _group_in_place(type(group))
+            group._all_gather_comm = _comm_in_place(default)()
+            group.__class__ = _group_in_place(kind)
 
 
 @functools.cache

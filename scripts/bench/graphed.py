@@ -48,7 +48,6 @@ from torch.distributed.tensor.parallel import (
 
 import f8sub
 from f8sub.graphs import recorded
-from f8sub.torch_compat import gather_in_place
 from scripts.bench import budget
 from scripts.table import Table
 
@@ -59,7 +58,7 @@ EXTRAS = {
     "gradients": "gradients are reduced in float8",
     "swiglu": "f8sub.keep_swiglu_input_in_float8",
     "attention": "f8sub.attend_in_float8",
-    "in_place": "weights are gathered where they are read; forward passes prefetch the next block",
+    "prefetch": "forward passes prefetch the next block; converted models then gather weights where they are read",
     "experts": "experts are converted",
 }
 """What follows an arm's library and recipe, after a plus sign."""
@@ -230,11 +229,9 @@ def prepared(
         fully_shard(part, mp_policy=POLICY, mesh=mesh["data"], reshard_after_forward=options.reshard)
     if "gradients" in extras:
         f8sub.reduce_gradients_in_float8(model)
-    if "in_place" in extras:
-        parts = [model.embed, *model.layers, model.head]
-        for part, following in itertools.pairwise(parts):
+    if "prefetch" in extras:
+        for part, following in itertools.pairwise([model.embed, *model.layers, model.head]):
             part.set_modules_to_forward_prefetch([following])
-        gather_in_place(set(model.modules()))
     drawn(model, device)
     return model, scales
 

@@ -56,7 +56,7 @@ def test_arms_and_their_losses(rank, world):
         ("f8sub+fused", {}),
         ("f8sub", {"ac": "selective"}),
         ("f8sub+fused", {"ac": "full", "reshard": False}),
-        ("f8sub+in_place", {"ac": "full"}),
+        ("f8sub+prefetch", {"ac": "full"}),
     ):
         assert losses(arm, **how) == float8
     clipped = losses("f8sub+fused", max_norm=1e-3)

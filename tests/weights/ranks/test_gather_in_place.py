@@ -25,7 +25,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def gather_in_place(model: nn.Module, first: bool = False) -> None:
     """Of its parameters, or the first one alone, as on a GPU."""
-    names = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+    names = [
+        (module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)
+    ]
     torch_compat.gather_in_place(names[:1] if first else names, takes=lambda device: True)
 
 

@@ -55,6 +55,13 @@ def count_traffic() -> Iterator[Traffic]:
 
         return reduction
 
+    in_place_call = dist.ProcessGroup.allgather_into_tensor_coalesced
+
+    def all_gather_in_place(group: Any, outputs: list[torch.Tensor], *args: Any) -> Any:
+        # f8sub gathers converted models so on GPUs, into the memory of each weight.
+        traffic.all_gather_bytes += sum(output.numel() * output.element_size() for output in outputs)
+        return in_place_call(group, outputs, *args)
+
     all_reduce_call = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
@@ -75,4 +82,6 @@ def count_traffic() -> Iterator[Traffic]:
                 patches.enter_context(mock.patch.object(dist, name, count(getattr(dist, name))))
         patches.enter_context(mock.patch.object(dist, "all_gather", all_gather_of_list))
         patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
+        name = "allgather_into_tensor_coalesced"
+        patches.enter_context(mock.patch.object(dist.ProcessGroup, name, all_gather_in_place))
         yield traffic

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import f8sub
+from f8sub.torch_compat import gather_in_place
+from f8sub.weights import exchange
 from tests.models import equal, refusal
 from tests.recipes.runs import BLOCKS, changed, losses, quick_settings, records, train, trainer
 from tests.selection import long_but
@@ -244,6 +246,25 @@ def test_bytes_and_all_reduces_of_a_step(rank, world, tmp_path, recipe):
     assert second.amax_all_reduces == (1 if recipe else 0)
     assert first.amax_all_reduces == second.amax_all_reduces
     assert first.all_gather_bytes == second.all_gather_bytes
+
+
+def test_bytes_that_are_gathered_in_place_are_counted(rank, world, tmp_path, monkeypatch):
+    """As on GPUs; each block but the first is prefetched."""
+    found = []
+    for in_place in (False, True):
+        if in_place:
+            monkeypatch.setattr(
+                exchange,
+                "gather_in_place",
+                lambda weights, takes: gather_in_place(weights, lambda device: True),
+            )
+        run = trainer(world, quick_settings(tmp_path / str(in_place), float8_options("tensorwise")))
+        f8sub.precompute_scales(run.model)
+        for _ in range(2):
+            with count_traffic() as traffic:
+                step = run.train_step()
+        found.append((traffic, step.numbers.tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.long

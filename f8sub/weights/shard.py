@@ -22,8 +22,8 @@ from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 from f8sub.kernels.triton.support import ALIGNMENT, STEP_SPAN, ShardSlice
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
-    Places,
     no_torch_function,
+    pieces_of,
     preserve_version_counter,
     tree_map_only,
     unknown_operator,
@@ -483,13 +483,7 @@ def _state(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> lis
 def _copy_in(
     inputs: Sequence[torch.Tensor], gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    own: Any = gathered
-    if isinstance(gathered, Places):
-        outs: Sequence[torch.Tensor] = gathered.pieces(rank)
-    else:
-        # This rank's part of the gathered tensor, which the all-gather sends from in place.
-        own = gathered.narrow(0, size * rank, size)
-        outs = own.split(sizes)
+    own, outs = pieces_of(gathered, sizes, size, rank)
     plain = [number for number, each in enumerate(inputs) if not isinstance(each, PendingCodes)]
     # Norms, biases and weights in high precision are gathered with these.
     if plain:

@@ -1,6 +1,7 @@
 """All-gathers into the weights' own memory: values are those of FSDP2's copy, and no flat memory is filled."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
 from f8sub import torch_compat
@@ -164,6 +166,61 @@ def test_unsharded_by_hand(rank, world, around):
         assert torch.equal(model(x), right(x))
 
 
+class Casts(TorchDispatchMode):
+    """Counts large tensors that were cast, with others or by themselves, and gathers that copied what was cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name in ("aten::copy_", "aten::_foreach_copy_"):
+            pairs = [args[:2]] if name == "aten::copy_" else zip(*args[:2], strict=True)
+            large = (to for to, source in pairs if to.dtype != source.dtype)
+            self.calls[name] += sum(to.numel() >= torch_compat.LARGE for to in large)
+        self.calls[name] += name == torch_compat.ALL_GATHER_COPY_IN
+        return func(*args, **(kwargs or {}))
+
+
+def half_converted(recipe: str | None) -> nn.Module:
+    """Blocks' first layers in float8: the others are gathered in bf16 in the same all-gather."""
+    model = transformer(None, blocks=BLOCKS)
+    if recipe is not None:
+        f8sub.convert_to_float8(model, recipe={"*.q": recipe, "*.up": recipe})
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", None])
+def test_large_weights_in_bf16_are_cast_by_themselves(rank, world, monkeypatch, recipe):
+    """And where nothing else is gathered, right into the memory of the all-gather."""
+    monkeypatch.setattr(torch_compat, "LARGE", 256)
+    found, right = (shard(half_converted(recipe), BF16) for _ in range(2))
+    gather_in_place(found)
+    assert train(found, rank) == train(right, rank)
+    assert equal(weights(found), weights(right))
+    with Casts() as casts:
+        found(gaussian((4, 4, 32), generator(3)))
+    assert casts.calls["aten::_foreach_copy_"] == 0
+    # q, k, v, o, gate, up, down; those that are in float8 are not cast by copies
+    assert casts.calls["aten::copy_"] == (5 if recipe else 7) * BLOCKS
+    # of the root, whose weights are small, and of bytes
+    assert casts.calls[torch_compat.ALL_GATHER_COPY_IN] == 1 + (BLOCKS if recipe else 0)
+
+
+def test_casts_are_put_off_until_an_operator_may_read_them(monkeypatch):
+    monkeypatch.setattr(torch_compat, "LARGE", 4)
+    large, small = gaussian((8,), generator(0)), gaussian((2,), generator(1))
+    flat = torch.empty(10, dtype=torch.bfloat16)
+    with torch_compat.LargeCasts():
+        torch._foreach_copy_(flat.split([8, 2]), [large, small])
+        assert torch.equal(flat[:8].view(torch.int16), large.bfloat16().view(torch.int16))
+    flat.zero_()
+    with torch_compat.LargeCasts():
+        torch._foreach_copy_(flat.split([8, 2]), [large, small])
+    assert torch.equal(flat, torch.cat([large, small]).bfloat16())
+
+
 def test_other_all_gathers_and_other_shards_are_left_alone(rank, world):
     class Own(torch_compat._at("torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultAllGather")):
         pass
@@ -202,6 +259,22 @@ def test_all_groups_of_a_model_gather_so_from_its_first_forward_on(rank, world):
     assert count(model) == 1
     train(model, rank)
     assert (count(model), count(other)) == (BLOCKS + 1, 0)
+
+
+def test_gradients_of_all_groups_are_copied_by_what_copies_those_of_one(rank, world):
+    copies = []
+
+    def copied(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
+        copies.append(sum(each.numel() for each in gradients))
+        return False
+
+    found, right = (shard(transformer("tensorwise", blocks=BLOCKS)) for _ in range(2))
+    first = [(found.blocks[0].q, "weight")]
+    torch_compat.copy_gradients(first, lambda device: True, copied)
+    gather_in_place(found, first=True)
+    assert train(found, rank, steps=1) == train(right, rank, steps=1)
+    assert equal(weights(found), weights(right))
+    assert sum(copies) == sum(p.numel() for p in found.parameters())
 
 
 def test_a_second_call_changes_nothing(rank, world):

@@ -972,8 +972,12 @@ def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) 
     getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
 
 
+Around = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
+"""Given shards that FSDP2 is to cast, returns what it casts and gathers them in."""
+
+
 def gather_in_place(
-    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool]
+    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool], casts: Around
 ) -> None:
     """Have FSDP2 gather parameters where they are read, with no flat memory that it copies out of.
 
@@ -991,15 +995,16 @@ def gather_in_place(
         weights: modules and names of parameters, each of which FSDP2 shards or does not. All groups of a model gather
             so that any of these is a parameter of, from its first forward on.
         takes: whether parameters on a device are gathered so.
+        casts: see ``Around``; of the groups' shards in high precision that are gathered in another dtype.
     """
     if problems(IN_PLACE):
         return
     for group, _ in parameter_groups(dict.fromkeys(weights)):
         if takes(group.device):
-            _gather_in_place(group)
+            _gather_in_place(group, casts)
 
 
-def _gather_in_place(group: Any) -> None:
+def _gather_in_place(group: Any, casts: Around) -> None:
     comm, params = group._all_gather_comm, group.fsdp_params
     default: Any = type(comm)
     kind: Any = type(group)
@@ -1011,6 +1016,7 @@ def _gather_in_place(group: Any) -> None:
         if all(param.fsdp_placement.dim == 0 for param in params):
             group._all_gather_comm = _comm_in_place(default)()
             group.__class__ = _group_in_place(kind)
+            group.casts = casts
 
 
 @functools.cache
@@ -1051,6 +1057,7 @@ def _group_in_place(default: Any) -> Any:
     """Return torch's own group of parameters, which gives its all-gather their places but in its own forward."""
 
     class FSDPParamGroup(default):  # type: ignore[misc]
+        casts: Around
         in_own_forward = False
 
         def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -1060,7 +1067,7 @@ def _group_in_place(default: Any) -> Any:
                 groups = {id(group): group for group, _ in fsdp_params() if group.comm_ctx is self.comm_ctx}
                 copy = getattr(self._reduce_scatter_comm, "copies_by", None)
                 for group in groups.values():
-                    _gather_in_place(group)
+                    _gather_in_place(group, self.casts)
                     if copy is not None:
                         _copy_gradients_by(copy, group)
             self.in_own_forward = True
@@ -1070,8 +1077,7 @@ def _group_in_place(default: Any) -> Any:
                 self.in_own_forward = False
 
         def unshard(self, async_op: bool = False) -> None:
-            is_cast = any(map(_is_cast_by_itself, self.fsdp_params))
-            with LargeCasts() if is_cast else contextlib.nullcontext():
+            with self.casts([param._sharded_param_data for param in filter(_is_cast, self.fsdp_params)]):
                 self._unshard(async_op)
 
         def _unshard(self, async_op: bool) -> None:
@@ -1102,118 +1108,15 @@ def _group_in_place(default: Any) -> Any:
     return FSDPParamGroup
 
 
+def _is_cast(param: Any) -> bool:
+    """Return whether FSDP2 casts a parameter itself, which gathers no bytes of its own."""
+    dtype = param.mp_policy.param_dtype
+    is_plain = not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+    return is_plain and dtype not in (None, param._sharded_param_data.dtype)
+
+
 _in_place: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """What the groups of a model share, of the models all of whose groups were looked at."""
-
-
-LARGE = 2**20
-"""Elements of a shard from which one launch takes the host less time than the GPU saves."""
-
-
-def _is_cast_by_itself(param: Any) -> bool:
-    dtype, shard = param.mp_policy.param_dtype, param._sharded_param_data
-    is_plain = not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
-    return is_plain and dtype not in (None, shard.dtype) and shard.numel() >= LARGE
-
-
-class LargeCasts(DispatchMode):  # type: ignore[misc]
-    """Has FSDP2 cast each large shard in high precision by itself, where it can right into the all-gather's memory.
-
-    FSDP2 casts the parameters of a group by one kernel for many tensors, which reaches a quarter of a copy's speed, and
-    copies them into that memory then. Values are the same.
-    """
-
-    def __init__(self) -> None:
-        """Cast nothing yet."""
-        super().__init__()
-        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Results that are not filled, and what is cast into them, by the address of a result."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Put off casts of large tensors until an operator may read them."""
-        if func is torch.ops.aten._foreach_copy_.default:
-            self._cast()
-            return self._foreach_copy(*args)
-        if func.name() == ALL_GATHER_COPY_IN and self._waiting:
-            return self._copy_in(*args)
-        if func not in _READ_NO_VALUES:
-            self._cast()
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *raised: Any) -> None:
-        """Cast what no operator has read."""
-        super().__exit__(*raised)
-        self._cast()
-
-    def _cast(self) -> None:
-        for result, source in self._waiting.values():
-            result.copy_(source)
-        self._waiting.clear()
-
-    def _foreach_copy(self, results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        together = []
-        for result, source in zip(results, sources, strict=True):
-            if result.dtype != source.dtype and result.numel() >= LARGE:
-                self._waiting[result.data_ptr()] = result, source
-            else:
-                together.append((result, source))
-        _copy_together(together)
-
-    def _copy_in(
-        self,
-        inputs: Sequence[torch.Tensor],
-        gathered: torch.Tensor,
-        sizes: Sequence[int],
-        size: int,
-        rank: int,
-    ) -> Any:
-        result, _ = next(iter(self._waiting.values()))
-        if gathered.dtype != result.dtype:
-            # Bytes, because float8 data are gathered with these: their pieces may begin at odd addresses.
-            self._cast()
-            return torch.ops.fsdp.all_gather_copy_in(inputs, gathered, sizes, size, rank)
-        own, pieces = pieces_of(gathered, sizes, size, rank)
-        together = []
-        for each, piece in zip(inputs, pieces, strict=True):
-            if (waiting := self._waiting.pop(each.data_ptr(), None)) is not None:
-                piece.copy_(waiting[1])
-            else:
-                together.append((piece, each))
-        _copy_together(together)
-        return own, gathered
-
-
-def _copy_together(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
-
-
-_READ_NO_VALUES = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.split.Tensor,
-    torch.ops.aten.split_with_sizes.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten.view.dtype,
-)
-
-
-def pieces_of(
-    gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
-) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """A rank's part of what FSDP2 gathers into, which the all-gather sends from in place, and its pieces.
-
-    Args:
-        gathered: the output of an all-gather, flat, or ``Places``.
-        sizes: elements of each piece.
-        size: elements of a rank.
-        rank: the rank.
-    """
-    if isinstance(gathered, Places):
-        return gathered, gathered.pieces(rank)
-    own = gathered.narrow(0, size * rank, size)
-    return own, own.split(list(sizes))
 
 
 class Places(torch.Tensor):

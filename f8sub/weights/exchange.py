@@ -48,6 +48,7 @@ from f8sub.torch_compat import (
     graph_task,
     parameter_groups,
 )
+from f8sub.weights import large_casts
 from f8sub.weights.agreement import PATIENCE, OwnGroup, all_announced, all_arrive, announce, own_group
 from f8sub.weights.amax_table import AmaxTable, Findings
 from f8sub.weights.layout import ShardLayout
@@ -158,7 +159,7 @@ class Exchange:
         weights = [(record.module, record.name) for record in new]
         copy_gradients(weights, chunk_cat.runs_on, chunk_cat.copied)
         # Gloo gathers on the host, which hides nothing.
-        gather_in_place(weights, takes=lambda device: device.type == "cuda")
+        gather_in_place(weights, takes=lambda device: device.type == "cuda", casts=large_casts.around)
 
     def in_use(self) -> set[Shard]:
         """Return the shards of weights that FSDP2 has gathered, or gathers now: they are read as they were cast."""

@@ -22,8 +22,8 @@ from f8sub.kernels.triton.multi_tensor_launch import ShardInTable
 from f8sub.kernels.triton.support import ALIGNMENT, STEP_SPAN, ShardSlice
 from f8sub.torch_compat import (
     ALL_GATHER_COPY_IN,
+    Places,
     no_torch_function,
-    pieces_of,
     preserve_version_counter,
     tree_map_only,
     unknown_operator,
@@ -491,6 +491,23 @@ def _copy_in(
     pending = [(each, out) for each, out in zip(inputs, outs, strict=True) if isinstance(each, PendingCodes)]
     cast_into([each for each, _ in pending], [out for _, out in pending])
     return own, gathered
+
+
+def pieces_of(
+    gathered: torch.Tensor, sizes: Sequence[int], size: int, rank: int
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """A rank's part of what FSDP2 gathers into, which the all-gather sends from in place, and its pieces.
+
+    Args:
+        gathered: the output of an all-gather, flat, or ``Places``.
+        sizes: elements of each piece.
+        size: elements of a rank.
+        rank: the rank.
+    """
+    if isinstance(gathered, Places):
+        return gathered, gathered.pieces(rank)
+    own = gathered.narrow(0, size * rank, size)
+    return own, own.split(list(sizes))
 
 
 def cast_into(pending: Sequence[PendingCodes], outs: Sequence[torch.Tensor]) -> None:

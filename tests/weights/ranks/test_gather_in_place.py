@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8sub
 from f8sub import torch_compat
+from f8sub.weights import large_casts
 from tests.data_sets import gaussian, generator
 from tests.models import checkpointed, equal, loss_of, replicated, shard, train, transformer
 from tests.selection import long_but
@@ -30,7 +31,9 @@ def gather_in_place(model: nn.Module, first: bool = False) -> None:
     names = [
         (module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)
     ]
-    torch_compat.gather_in_place(names[:1] if first else names, takes=lambda device: True)
+    torch_compat.gather_in_place(
+        names[:1] if first else names, takes=lambda device: True, casts=large_casts.around
+    )
 
 
 def count(model: nn.Module) -> int:
@@ -178,7 +181,7 @@ class Casts(TorchDispatchMode):
         if name in ("aten::copy_", "aten::_foreach_copy_"):
             pairs = [args[:2]] if name == "aten::copy_" else zip(*args[:2], strict=True)
             large = (to for to, source in pairs if to.dtype != source.dtype)
-            self.calls[name] += sum(to.numel() >= torch_compat.LARGE for to in large)
+            self.calls[name] += sum(to.numel() >= large_casts.LARGE for to in large)
         self.calls[name] += name == torch_compat.ALL_GATHER_COPY_IN
         return func(*args, **(kwargs or {}))
 
@@ -194,7 +197,7 @@ def half_converted(recipe: str | None) -> nn.Module:
 @pytest.mark.parametrize("recipe", ["tensorwise", None])
 def test_large_weights_in_bf16_are_cast_by_themselves(rank, world, monkeypatch, recipe):
     """And where nothing else is gathered, right into the memory of the all-gather."""
-    monkeypatch.setattr(torch_compat, "LARGE", 256)
+    monkeypatch.setattr(large_casts, "LARGE", 256)
     found, right = (shard(half_converted(recipe), BF16) for _ in range(2))
     gather_in_place(found)
     assert train(found, rank) == train(right, rank)
@@ -209,14 +212,14 @@ def test_large_weights_in_bf16_are_cast_by_themselves(rank, world, monkeypatch, 
 
 
 def test_casts_are_put_off_until_an_operator_may_read_them(monkeypatch):
-    monkeypatch.setattr(torch_compat, "LARGE", 4)
+    monkeypatch.setattr(large_casts, "LARGE", 4)
     large, small = gaussian((8,), generator(0)), gaussian((2,), generator(1))
     flat = torch.empty(10, dtype=torch.bfloat16)
-    with torch_compat.LargeCasts():
+    with large_casts.around([large]):
         torch._foreach_copy_(flat.split([8, 2]), [large, small])
         assert torch.equal(flat[:8].view(torch.int16), large.bfloat16().view(torch.int16))
     flat.zero_()
-    with torch_compat.LargeCasts():
+    with large_casts.around([large]):
         torch._foreach_copy_(flat.split([8, 2]), [large, small])
     assert torch.equal(flat, torch.cat([large, small]).bfloat16())
 

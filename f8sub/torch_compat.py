@@ -972,8 +972,8 @@ def chunk_cat(gradients: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) 
     getattr(torch.ops.fsdp, name)(gradients, dim=0, num_chunks=ranks, out=out)
 
 
-Around = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
-"""Given shards that FSDP2 is to cast, returns what it casts and gathers them in."""
+Around = Callable[[Sequence[torch.Tensor]], Callable[[], AbstractContextManager[Any]]]
+"""Given shards that FSDP2 is to cast, returns what makes the context in which it casts and gathers them."""
 
 
 def gather_in_place(
@@ -1077,8 +1077,13 @@ def _group_in_place(default: Any) -> Any:
                 self.in_own_forward = False
 
         def unshard(self, async_op: bool = False) -> None:
-            with self.casts([param._sharded_param_data for param in filter(_is_cast, self.fsdp_params)]):
+            with self.around():
                 self._unshard(async_op)
+
+        @functools.cached_property
+        def around(self) -> Callable[[], AbstractContextManager[Any]]:
+            # Looked at once: it is time of the host, and shards keep their sizes.
+            return self.casts([param._sharded_param_data for param in filter(_is_cast, self.fsdp_params)])
 
         def _unshard(self, async_op: bool) -> None:
             comm, params, among = self._all_gather_comm, self.fsdp_params, shard_ranks(self)

@@ -1,7 +1,7 @@
 """Casts of large shards in high precision that FSDP2 gathers, an embedding's say: one by one, at a copy's speed."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,9 +14,9 @@ LARGE = 2**20
 """Elements of a shard from which one launch takes the host less time than the GPU saves."""
 
 
-def around(shards: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Return what FSDP2 casts and gathers these in, each flat, in high precision."""
-    return _Casts() if any(shard.numel() >= LARGE for shard in shards) else contextlib.nullcontext()
+def around(shards: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context in which FSDP2 casts and gathers these, each flat, in high precision."""
+    return _Casts if any(shard.numel() >= LARGE for shard in shards) else contextlib.nullcontext
 
 
 class _Casts(DispatchMode):  # type: ignore[misc]

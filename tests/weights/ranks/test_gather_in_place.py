@@ -215,11 +215,11 @@ def test_casts_are_put_off_until_an_operator_may_read_them(monkeypatch):
     monkeypatch.setattr(large_casts, "LARGE", 4)
     large, small = gaussian((8,), generator(0)), gaussian((2,), generator(1))
     flat = torch.empty(10, dtype=torch.bfloat16)
-    with large_casts.around([large]):
+    with large_casts.around([large])():
         torch._foreach_copy_(flat.split([8, 2]), [large, small])
         assert torch.equal(flat[:8].view(torch.int16), large.bfloat16().view(torch.int16))
     flat.zero_()
-    with large_casts.around([large]):
+    with large_casts.around([large])():
         torch._foreach_copy_(flat.split([8, 2]), [large, small])
     assert torch.equal(flat, torch.cat([large, small]).bfloat16())
 

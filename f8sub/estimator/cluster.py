@@ -8,6 +8,7 @@ buffer it takes. What is outside of blocks is gathered first and reduced last, b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -147,7 +148,7 @@ H100_500W = Gpu(
 )
 
 
-COPY_IN = {FLOAT32: 12.0, BF16: 5.5, E4M3: 3.1, E4M3_FLAT: 3.1}
+COPY_IN = {BF16: 5.5, E4M3: 3.1, E4M3_FLAT: 3.1}
 """Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 745 and 314
 us for the 218 M elements of a Llama 3 8B layer, an H100 226 us, as ``scripts/bench/gradients.py`` measures it."""
 
@@ -216,10 +217,12 @@ class Group:
     reduce_tax: float
 
 
-def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, *, outside: bool) -> Group:
+def group_of(
+    products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, *, outside: bool, own: bool
+) -> Group:
     """Predict the seconds of a group of products, which are one GPU's part under tensor parallelism.
 
-    What is ``outside`` of blocks is gathered once, not again for backward.
+    What is ``outside`` of blocks is gathered once, not again for backward. See ``seconds.copy_seconds`` for ``own``.
     """
     if cluster.shards == 1 and arm.reduction in (E4M3, E4M3_FLAT):
         arm = replace(arm, reduction=FLOAT32)  # f8sub leaves what one rank has alone
@@ -229,10 +232,12 @@ def group_of(products: Sequence[Product], arm: Arm, cluster: Cluster, run: Run, 
     first = forward_of(products, recipe, cluster, run, compute)
     if not run.sharded:
         return Group(first, compute - first, 0.0, 0.0, 0.0, 0.0, 0.0)
-    copies = seconds.copy_seconds(products, on_wire, gpu, run, passes=1 if outside else 2).copies
+    copies = seconds.copy_seconds(products, on_wire, gpu, run, 1 if outside else 2, own=own).copies
     whole = sum(product.elements for product in products if not product.frozen)
-    # ``copy_seconds`` counts the copy of a float32 reduction.
-    copies += whole * (COPY_IN[arm.reduction] - seconds.COPY_IN) / gpu.copy
+    if arm.reduction != FLOAT32:
+        # ``copy_seconds`` counts the copy of a float32 reduction.
+        counted = seconds.OWN_COPY_IN if own else seconds.COPY_IN
+        copies += whole * (COPY_IN[arm.reduction] - counted) / gpu.copy
     code = sum(product.elements * seconds.code_bytes(product, on_wire) for product in products)
     # Forward copies the gathered weights out of the buffer: one read and one write.
     copy_out = 2 * code / gpu.copy
@@ -302,7 +307,8 @@ def reduction_of(elements: float, arm: Arm, cluster: Cluster) -> tuple[float, fl
 def gathered_seconds(products: Sequence[Product], recipe: Recipe | None, cluster: Cluster, run: Run) -> float:
     """Predict the seconds of FSDP2's copies of some weights, and those that their two all-gathers add to compute."""
     code = sum(product.elements * seconds.code_bytes(product, recipe) for product in products)
-    copies = seconds.copy_seconds(products, recipe, cluster.gpu, run).copies
+    # Others of the model are gathered in float8 whatever these are.
+    copies = seconds.copy_seconds(products, recipe, cluster.gpu, run, own=True).copies
     return copies + 2 * hidden(HIDDEN_GATHER, code, cluster)
 
 
@@ -457,15 +463,22 @@ class Speed:
         return self.host_seconds > self.replayed_seconds
 
 
+def sends_codes(shapes: Shapes, arm: Arm) -> bool:
+    """Return whether any weight of a model is gathered as float8 data."""
+    products = itertools.chain(shapes.outside, *shapes.blocks.values())
+    return seconds.sends_codes(products, arm.recipe if arm.gathers else None)
+
+
 def groups_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> list[Group]:
     """Return each block's group, those of equal blocks computed once."""
+    own = sends_codes(shapes, arm)
     found: dict[tuple[Product, ...], Group] = {}
     blocks = []
     for products in shapes.blocks.values():
         # Blocks that differ in names alone are equal.
         key = tuple(replace(p, fqn="", reads=str(p.shares_x), block="") for p in products)
         if key not in found:
-            found[key] = group_of(products, arm, cluster, run, outside=False)
+            found[key] = group_of(products, arm, cluster, run, outside=False, own=own)
         blocks.append(found[key])
     return blocks
 
@@ -482,7 +495,8 @@ def step_of(shapes: Shapes, arm: Arm, cluster: Cluster, run: Run) -> Step:
     run = replace(run, shards=cluster.shards, replicas=cluster.replicas)
     part = divided(shapes, cluster.parts)
     blocks = groups_of(part, arm, cluster, run)
-    outside = group_of([*part.outside, *seconds.rest_of(part)], arm, cluster, run, outside=True)
+    rest = [*part.outside, *seconds.rest_of(part)]
+    outside = group_of(rest, arm, cluster, run, outside=True, own=sends_codes(part, arm))
     optimizer = seconds.optimizer_seconds(part.learning, cluster.gpu, run)
     # the one all-reduce of all amaxes, after the optimizer
     if arm.recipe is not None and arm.gathers and not arm.scales_by_weight and cluster.gpus > 1:

@@ -9,7 +9,7 @@ machine, day and command of each figure.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -126,6 +126,14 @@ Clipping reads gradients for their norm, and reads and writes them for their sca
 COPY_IN = 12
 """Bytes of a copy's speed that a gradient's element takes on its way into the reduction: 6, at half the speed. Fitted
 to "Reduce-scatters of a step with 16 layers", row ``copy_in_ms``."""
+
+OWN_COPY_IN = 6.0
+"""The same by f8sub's kernel, of a model that it gathers in float8: 12.67 ms for the 8.03e9 elements of a Llama 3 8B,
+docs/measurements/several_gpus.md, "Weights gathered in place"."""
+
+OWN_COPIES_OUT = 1
+"""Gathers of a step whose weights FSDP2 copies out, of such a model: forward's. For backward they are gathered where
+they are read."""
 
 ATTENTION_PASSES = 3.5
 """Of causal attention forward and backward, in forwards: backward has five products where forward has two."""
@@ -456,7 +464,7 @@ def block_seconds(products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, 
     if first := next((p for p in products if p.experts), None):
         elementwise += run.tokens * first.uses * first.cols * ROUTED / gpu.copy
     found += Seconds(attention=attention, elementwise=elementwise)
-    return found + copy_seconds(products, recipe, gpu, run)
+    return found + copy_seconds(products, recipe, gpu, run, own=sends_codes(products, recipe))
 
 
 def attention_seconds(product: Product, gpu: Gpu, run: Run) -> float:
@@ -480,6 +488,11 @@ def wire_format(product: Product, recipe: Recipe | None) -> Float8Format | None:
     return stored_format(row, product.stored[0] // product.experts, product.transposed)
 
 
+def sends_codes(products: Iterable[Product], recipe: Recipe | None) -> bool:
+    """Return whether any of the weights is gathered as float8 data."""
+    return any(wire_format(product, recipe) is not None for product in products)
+
+
 def code_bytes(product: Product, recipe: Recipe | None) -> float:
     """Return the bytes per element of a gathered weight, scales aside."""
     format = wire_format(product, recipe)
@@ -487,20 +500,37 @@ def code_bytes(product: Product, recipe: Recipe | None) -> float:
 
 
 def copy_seconds(
-    products: Sequence[Product], recipe: Recipe | None, gpu: Gpu, run: Run, passes: int = 2
+    products: Sequence[Product],
+    recipe: Recipe | None,
+    gpu: Gpu,
+    run: Run,
+    passes: int = 2,
+    *,
+    own: bool,
 ) -> Seconds:
-    """Predict the seconds of FSDP2's casts of shards, and of its copies into and out of the buffers of collectives."""
+    """Predict the seconds of FSDP2's casts of shards, and of copies into and out of the memory of collectives.
+
+    Args:
+        products: the weights.
+        recipe: what they are gathered in; None for bf16.
+        gpu: where.
+        run: how the model is trained.
+        passes: how often a step gathers them.
+        own: whether some weights of the model are gathered in float8. f8sub then copies for all of them.
+    """
     if not run.sharded:
         return Seconds()
     copies = 0.0
+    copied_out = min(passes, OWN_COPIES_OUT) if own else passes
+    copy_in = OWN_COPY_IN if own else COPY_IN
     for product in products:
         code = code_bytes(product, recipe)
         whole, shard = product.elements, product.elements / run.shards
-        # The gathered weight is copied out once per pass; the float32 shard is read, cast and copied in.
-        copies += whole * passes * 2 * code + shard * (4 + code + passes * 2 * code)
+        # The gathered weight is copied out; the float32 shard is read, cast and copied in.
+        copies += whole * copied_out * 2 * code + shard * (4 + code + passes * 2 * code)
         copies += shard * 4 if code < 2 else 0
         if not product.frozen:
-            copies += whole * COPY_IN + shard * 8
+            copies += whole * copy_in + shard * 8
     return Seconds(copies=copies / gpu.copy)
 
 

@@ -160,11 +160,11 @@ def test_what_is_frozen_has_no_wgrad_no_reduction_and_no_optimizer():
             missing = seconds.gemm_seconds(wgrad, before.rows, run.tokens, before.cols, H200)
             assert whole.gemms - found.gemms == pytest.approx(missing)
             assert (found.casts < whole.casts) == (recipe is not None)
-        copied, fixed = (
-            seconds.copy_seconds(s.blocks["blocks.0"], recipe, H200, run) for s in (learning, shapes)
-        )
-        elements = sum(product.elements for product in shapes.blocks["blocks.0"])
-        assert copied.copies - fixed.copies == pytest.approx(elements * (seconds.COPY_IN + 8 / 2) / H200.copy)
+        blocks, own = [each.blocks["blocks.0"] for each in (learning, shapes)], recipe is not None
+        copied, fixed = (seconds.copy_seconds(block, recipe, H200, run, own=own) for block in blocks)
+        elements = sum(product.elements for product in blocks[0])
+        copy_in = seconds.OWN_COPY_IN if own else seconds.COPY_IN
+        assert copied.copies - fixed.copies == pytest.approx(elements * (copy_in + 8 / 2) / H200.copy)
     assert wire(shapes, None, run).reduced == 4 * shapes.learning / 2
     found = step_of(shapes, Arm(), cluster_of(H200, run), run)
     assert found.optimizer == pytest.approx(shapes.learning / 2 * 4 * 10 / H200.copy)

@@ -36,11 +36,11 @@ class _Casts(DispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Put off casts of large tensors until an operator may read them."""
-        if func is torch.ops.aten._foreach_copy_.default:
+        if func.name() == "aten::_foreach_copy_":
             self._cast()
             return self._foreach_copy(*args)
         if func.name() == ALL_GATHER_COPY_IN and self._waiting:
-            return self._copy_in(*args)
+            return self._copy_in(func, *args)
         if func not in _READ_NO_VALUES:
             self._cast()
         return func(*args, **(kwargs or {}))
@@ -66,6 +66,7 @@ class _Casts(DispatchMode):  # type: ignore[misc]
 
     def _copy_in(
         self,
+        copy_in: Any,
         inputs: Sequence[torch.Tensor],
         gathered: torch.Tensor,
         sizes: Sequence[int],
@@ -76,7 +77,7 @@ class _Casts(DispatchMode):  # type: ignore[misc]
         if gathered.dtype != result.dtype:
             # Bytes, because float8 data are gathered with these: their pieces may begin at odd addresses.
             self._cast()
-            return torch.ops.fsdp.all_gather_copy_in(inputs, gathered, sizes, size, rank)
+            return copy_in(inputs, gathered, sizes, size, rank)
         own, pieces = pieces_of(gathered, sizes, size, rank)
         together = []
         for each, piece in zip(inputs, pieces, strict=True):

@@ -17,7 +17,7 @@ AGAINST_IT = {
     ("convert.experts", "estimator.experts"),
 }
 """Imports that still run against the order. No other may."""
-MOST_IMPORTS_ACROSS_ROOMS = 599
+MOST_IMPORTS_ACROSS_ROOMS = 600
 MOST_PAIRS_OF_ROOMS = 76
 ASSIGNED_FROM_ELSEWHERE = {
     "convert.class_swap.extensions",

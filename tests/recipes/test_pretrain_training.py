@@ -256,7 +256,7 @@ def test_bytes_that_are_gathered_in_place_are_counted(rank, world, tmp_path, mon
             monkeypatch.setattr(
                 exchange,
                 "gather_in_place",
-                lambda weights, takes: gather_in_place(weights, lambda device: True),
+                lambda weights, takes, casts: gather_in_place(weights, lambda device: True, casts),
             )
         run = trainer(world, quick_settings(tmp_path / str(in_place), float8_options("tensorwise")))
         f8sub.precompute_scales(run.model)

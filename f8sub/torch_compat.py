@@ -1042,7 +1042,8 @@ def _comm_in_place(default: Any) -> Any:
             options.asyncOp = False
             places = [place.flatten() for place in output_tensor.places]
             own = [place[group.rank()] for place in output_tensor.places]
-            with preserve_version_counter(tuple(places)):
+            # Tensors of inference mode have no version.
+            with preserve_version_counter(tuple(place for place in places if not place.is_inference())):
                 work = group.allgather_into_tensor_coalesced(places, own, options)
                 # NCCL has nothing to wait for: it ran on this stream.
                 if work is not None:

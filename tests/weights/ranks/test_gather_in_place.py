@@ -169,6 +169,20 @@ def test_unsharded_by_hand(rank, world, around):
         assert torch.equal(model(x), right(x))
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["never", "before"])
+def test_prefetches_in_inference_mode(rank, world, trained):
+    """Views that are made in it have no version to keep, nor has memory that is."""
+    found, right = (
+        prefetching(model_of("tensorwise", in_place, lambda model: model)) for in_place in (True, False)
+    )
+    x = gaussian((4, 4, 32), generator(3))
+    if trained:
+        assert train(found, rank) == train(right, rank)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(found(x), right(x))
+
+
 class Casts(TorchDispatchMode):
     """Counts large tensors that were cast, with others or by themselves, and gathers that copied what was cast."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -249,6 +250,21 @@ def test_other_all_gathers_and_other_shards_are_left_alone(rank, world):
     gather_in_place(layers)
     assert count(layers) == 0
     dist.barrier()
+
+
+def test_gathers_that_torch_checks_on_all_ranks_are_left_alone(rank, world):
+    """``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks none of several tensors, and cannot run one until torch 2.11."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(list(range(world)))
+    finally:
+        dist.set_debug_level(before)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = shard(transformer("tensorwise", blocks=BLOCKS), mesh=mesh)
+    gather_in_place(model)
+    assert count(model) == 0
+    train(model, rank)
 
 
 def test_an_all_gather_that_is_set_later_is_used(rank, world):

@@ -228,8 +228,8 @@ IN_PLACE = Need(
             "free_unsharded_param fsdp_placement mp_policy sharded_param"
         ),
         "FSDPParamGroup": (
-            "_all_gather_comm _all_gather_result _reduce_scatter_comm _training_state comm_ctx device fsdp_params "
-            "is_sharded mesh_info pre_forward unshard"
+            "_all_gather_comm _all_gather_result _reduce_scatter_comm _training_state comm_ctx device "
+            "finalize_backward fsdp_params is_sharded mesh_info pre_forward unshard"
         ),
     },
 )
@@ -1096,6 +1096,14 @@ def _group_in_place(default: Any) -> Any:
         def unshard(self, async_op: bool = False) -> None:
             with self.around():
                 self._unshard(async_op)
+
+        def finalize_backward(self) -> None:
+            is_unread = self._all_gather_result is not None
+            super().finalize_backward()
+            if is_unread:
+                # A prefetch that no part of the backward asked for: FSDP2 forgets it, and knows of no memory of it.
+                for param in self.fsdp_params:
+                    param.free_unsharded_param()
 
         @functools.cached_property
         def around(self) -> Callable[[], AbstractContextManager[Any]]:

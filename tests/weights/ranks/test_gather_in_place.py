@@ -141,7 +141,7 @@ def test_blocks_that_backward_does_not_gather_hold_nothing(rank, world):
     assert not bytes_held(layers)
 
 
-def test_a_prefetch_that_nothing_reads_changes_no_later_step(rank, world):
+def test_a_prefetch_that_nothing_reads_is_freed_and_changes_no_later_step(rank, world):
     """A block is gathered for a backward that it has no part in; then weights change."""
     found, right = (model_of("tensorwise", in_place, lambda model: model) for in_place in (True, False))
     for model in (found, right):
@@ -149,6 +149,7 @@ def test_a_prefetch_that_nothing_reads_changes_no_later_step(rank, world):
         train(model, rank, steps=1)
         x = gaussian((4, 4, 32), generator(rank))
         model.blocks[2](model.blocks[1](x)).square().mean().backward()
+        assert not bytes_held(model)
     assert train(found, rank, start=1) == train(right, rank, start=1)
     assert equal(weights(found), weights(right))
 

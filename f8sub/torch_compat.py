@@ -216,6 +216,7 @@ IN_PLACE = Need(
         "torch.ops.fsdp.split_with_sizes_copy.default": (
             "exactly all_gather_output all_gather_input_split_sizes dim out"
         ),
+        "torch.distributed.ProcessGroup._get_backend": "",
         "torch.distributed.ProcessGroup.allgather_into_tensor_coalesced": "",
         "torch.distributed.distributed_c10d.AllgatherOptions": "",
     },
@@ -227,8 +228,8 @@ IN_PLACE = Need(
             "free_unsharded_param fsdp_placement mp_policy sharded_param"
         ),
         "FSDPParamGroup": (
-            "_all_gather_comm _all_gather_result _reduce_scatter_comm _training_state comm_ctx device fsdp_params "
-            "is_sharded mesh_info pre_forward unshard"
+            "_all_gather_comm _all_gather_result _reduce_scatter_comm _training_state comm_ctx device "
+            "finalize_backward fsdp_params is_sharded mesh_info pre_forward unshard"
         ),
     },
 )
@@ -988,8 +989,9 @@ def gather_in_place(
     all-gather runs beside the last one. In a group's own forward it would be the last one, too, and nothing would hide
     the all-gather: there FSDP2's copy stays.
 
-    A group keeps an all-gather that is not torch's own, and parameters that are not sharded along dimension 0; each
-    keeps its own where torch's FSDP2 is not as ``IN_PLACE`` has it.
+    A group keeps an all-gather that is not torch's own or that another backend than torch's NCCL or gloo runs, and
+    parameters that are not sharded along dimension 0; each keeps its own where torch's FSDP2 is not as ``IN_PLACE`` has
+    it.
 
     Args:
         weights: modules and names of parameters, each of which FSDP2 shards or does not. All groups of a model gather
@@ -1013,10 +1015,24 @@ def _gather_in_place(group: Any, casts: Around) -> None:
         return
     with contextlib.suppress(Float8ConfigError):
         require_attributes(IN_PLACE, group, group.comm_ctx, group.mesh_info, *params)
-        if all(param.fsdp_placement.dim == 0 for param in params):
+        if _gathers_several(group) and all(param.fsdp_placement.dim == 0 for param in params):
             group._all_gather_comm = _comm_in_place(default)()
             group.__class__ = _group_in_place(kind)
             group.casts = casts
+
+
+_GATHER_SEVERAL = {"cpu": "ProcessGroupGloo", "cuda": "ProcessGroupNCCL"}
+"""By type of device, the backend that gathers several tensors at once.
+
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps it in another one, which cannot do that in torch 2.11, and later does it
+without the checks that it is there for.
+"""
+
+
+def _gathers_several(group: Any) -> bool:
+    among = shard_ranks(group)
+    kinds = () if among is None else type(among._get_backend(group.device)).__mro__
+    return _GATHER_SEVERAL.get(group.device.type) in [kind.__name__ for kind in kinds]
 
 
 @functools.cache
@@ -1042,7 +1058,8 @@ def _comm_in_place(default: Any) -> Any:
             options.asyncOp = False
             places = [place.flatten() for place in output_tensor.places]
             own = [place[group.rank()] for place in output_tensor.places]
-            with preserve_version_counter(tuple(places)):
+            # Tensors of inference mode have no version.
+            with preserve_version_counter(tuple(place for place in places if not place.is_inference())):
                 work = group.allgather_into_tensor_coalesced(places, own, options)
                 # NCCL has nothing to wait for: it ran on this stream.
                 if work is not None:
@@ -1079,6 +1096,14 @@ def _group_in_place(default: Any) -> Any:
         def unshard(self, async_op: bool = False) -> None:
             with self.around():
                 self._unshard(async_op)
+
+        def finalize_backward(self) -> None:
+            is_unread = self._all_gather_result is not None
+            super().finalize_backward()
+            if is_unread:
+                # A prefetch that no part of the backward asked for: FSDP2 forgets it, and knows of no memory of it.
+                for param in self.fsdp_params:
+                    param.free_unsharded_param()
 
         @functools.cached_property
         def around(self) -> Callable[[], AbstractContextManager[Any]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,7 +141,7 @@ def test_blocks_that_backward_does_not_gather_hold_nothing(rank, world):
     assert not bytes_held(layers)
 
 
-def test_a_prefetch_that_nothing_reads_changes_no_later_step(rank, world):
+def test_a_prefetch_that_nothing_reads_is_freed_and_changes_no_later_step(rank, world):
     """A block is gathered for a backward that it has no part in; then weights change."""
     found, right = (model_of("tensorwise", in_place, lambda model: model) for in_place in (True, False))
     for model in (found, right):
@@ -148,6 +149,7 @@ def test_a_prefetch_that_nothing_reads_changes_no_later_step(rank, world):
         train(model, rank, steps=1)
         x = gaussian((4, 4, 32), generator(rank))
         model.blocks[2](model.blocks[1](x)).square().mean().backward()
+        assert not bytes_held(model)
     assert train(found, rank, start=1) == train(right, rank, start=1)
     assert equal(weights(found), weights(right))
 
@@ -167,6 +169,20 @@ def test_unsharded_by_hand(rank, world, around):
     with around():
         x = gaussian((4, 4, 32), generator(3))
         assert torch.equal(model(x), right(x))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["never", "before"])
+def test_prefetches_in_inference_mode(rank, world, trained):
+    """Views that are made in it have no version to keep, nor has memory that is."""
+    found, right = (
+        prefetching(model_of("tensorwise", in_place, lambda model: model)) for in_place in (True, False)
+    )
+    x = gaussian((4, 4, 32), generator(3))
+    if trained:
+        assert train(found, rank) == train(right, rank)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(found(x), right(x))
 
 
 class Casts(TorchDispatchMode):
@@ -235,6 +251,21 @@ def test_other_all_gathers_and_other_shards_are_left_alone(rank, world):
     gather_in_place(layers)
     assert count(layers) == 0
     dist.barrier()
+
+
+def test_gathers_that_torch_checks_on_all_ranks_are_left_alone(rank, world):
+    """``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks none of several tensors, and cannot run one until torch 2.11."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group(list(range(world)))
+    finally:
+        dist.set_debug_level(before)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = shard(transformer("tensorwise", blocks=BLOCKS), mesh=mesh)
+    gather_in_place(model)
+    assert count(model) == 0
+    train(model, rank)
 
 
 def test_an_all_gather_that_is_set_later_is_used(rank, world):

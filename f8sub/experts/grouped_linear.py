@@ -27,6 +27,7 @@ from f8sub.experts.sent import Sent
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import REFERENCE, Plan
+from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.grouped import ops as grouped_ops
 from f8sub.kernels.grouped.gemm import in_high_precision, is_one_by_one
 from f8sub.kernels.grouped.operands import (
@@ -62,6 +63,7 @@ from f8sub.torch_compat import (
     apply,
     autocast_dtype,
     change_and_restore,
+    compiling,
     constant_result,
     is_dtensor,
     untraced,
@@ -168,7 +170,7 @@ class GroupedMatmul(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor, call: GroupedCall
     ) -> torch.Tensor:
         plan, dtype, _, sources = call
-        recipe, groups = plan.recipe, Groups.of(ends, len(x))
+        recipe, groups = plan.recipe, Groups.of(ends, x.shape[0])
         # Frozen experts, such as those under adapters, have no wgrad, and nothing of x is saved for them.
         spec, columnwise = recipe.fprop, recipe.wgrad.b if ctx.needs_input_grad[1] else None
         tokens = x.to(dtype)
@@ -182,7 +184,7 @@ class GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             saved = (tokens,) if kept is None else tensors_of(kept)
         ctx.save_for_backward(w, ends, *saved)
-        ctx.call, ctx.rows = call, len(x)
+        ctx.call, ctx.rows = call, groups.rows
         return y
 
     @staticmethod
@@ -343,12 +345,17 @@ class GatedMatmul(torch.autograd.Function):
         weights: torch.Tensor | None,
         calls: GatedCall,
         down: torch.Tensor,
-        *inputs: torch.Tensor,
+        # Not *inputs: where dynamo calls this without gradients it counts parameters to know whether one is ctx.
+        gate: torch.Tensor,
+        up: torch.Tensor | None,
     ) -> torch.Tensor:
+        inputs = [gate] if up is None else [gate, up]
         sent = _sent(order, back, weights)
-        groups, first = Groups.of(ends, len(x) if sent is None else len(sent.order)), calls.inputs[0]
+        # Not len(), for which a graph would have to know the number.
+        groups = Groups.of(ends, (x if sent is None else sent.order).shape[0])
+        first = calls.inputs[0]
         recipe = first.plan.recipe
-        needs_x, needs_weights, needs_down, needs_inputs = _needs(ctx)
+        needs_x, needs_weights, needs_down, needs_inputs = _needs(ctx, len(inputs))
         needs_dh = needs_x or any(needs_inputs)
         # y (M, 2 N) of one weight, or (M, N) of each
         formats = present(recipe.fprop.a), recipe.wgrad.b if any(needs_inputs) else None
@@ -392,7 +399,7 @@ class GatedMatmul(torch.autograd.Function):
         inputs, saved_x, saved_h, results, *of_sent = _parted(rest, ctx.lengths)
         sent = Sent(*of_sent[0]) if of_sent else None
         groups = Groups.of(ends, ctx.rows)
-        needs_dx, needs_weights, needs_down, needs_inputs = _needs(ctx)
+        needs_dx, needs_weights, needs_down, needs_inputs = _needs(ctx, len(inputs))
         # Above the first layer that trains dh may be needed by none.
         needs_dh = needs_dx or any(needs_inputs)
         dy = dy.contiguous()  # sum() hands over strides of 0
@@ -425,17 +432,83 @@ class GatedMatmul(torch.autograd.Function):
             dinputs.append(None if dw is None else _gradient_as_stored(dw, call))
         if sent is not None and dx is not None:
             dx = sent.by_token(dx.to(ctx.dtype)).sum(1)
-        return dx, None, None, None, dweights, None, ddown, *dinputs
+        return dx, None, None, None, dweights, None, ddown, *_pair(dinputs)
+
+
+class _TracedGrouped(GroupedMatmul):
+    """``GroupedMatmul`` in a node, whose backward runs when nothing of the node does any more."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        with compiling():
+            return GroupedMatmul.forward(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with compiling():
+            return GroupedMatmul.backward(ctx, dy)
+
+
+class _TracedGated(GatedMatmul):
+    """``GatedMatmul`` likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        with compiling():
+            return GatedMatmul.forward(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with compiling():
+            return GatedMatmul.backward(ctx, dy)
+
+
+@in_graph
+def _grouped_node(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, key: str, dtype: torch.dtype, transposed: bool
+) -> torch.Tensor:
+    """Multiply by a weight that is a DTensor of float8 data: dynamo cannot look into what ``to_local`` returns."""
+    with compiling():
+        call = GroupedCall(Plan.made[key], dtype, transposed)
+        y: torch.Tensor = _TracedGrouped.apply(x, local_part(weight), ends, call)  # type: ignore[no-untyped-call]
+        return y
+
+
+@in_graph
+def _gated_node(
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    sent: tuple[torch.Tensor | None, ...],
+    keys: tuple[str, ...],
+    dtype: torch.dtype,
+    transposed: tuple[bool, ...],
+    weights: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """``GatedMatmul`` of such weights, down last."""
+    with compiling():
+        *inputs, down = (
+            GroupedCall(Plan.made[key], dtype, each) for key, each in zip(keys, transposed, strict=True)
+        )
+        *parts, part_of_down = map(local_part, weights)
+        given = x, ends, *sent, GatedCall(tuple(inputs), down), part_of_down, *_pair(parts)
+        y: torch.Tensor = _TracedGated.apply(*given)  # type: ignore[no-untyped-call]
+        return y
 
 
 def _sent(order: torch.Tensor | None, back: torch.Tensor | None, weights: torch.Tensor | None) -> Sent | None:
     return None if order is None else Sent(order, present(back), present(weights))
 
 
-def _needs(ctx: Any) -> tuple[bool, bool, bool, tuple[bool, ...]]:
-    """Return whether x, the weights of ``Sent``, down, and each of the other weights need gradients."""
-    x, _, _, _, weights, _, down, *inputs = ctx.needs_input_grad
-    return x, weights, down, tuple(inputs)
+def _pair(each: Sequence[Any]) -> tuple[Any, Any]:
+    """Return what is of gate and of up; None as the latter where one weight is both."""
+    gate, up = (*each, None)[:2]
+    return gate, up
+
+
+def _needs(ctx: Any, count: int) -> tuple[bool, bool, bool, tuple[bool, ...]]:
+    """Return whether x, the weights of ``Sent``, down, and each of the ``count`` other weights need gradients."""
+    x, _, _, _, weights, _, down, gate, up = ctx.needs_input_grad
+    return x, weights, down, (gate, up)[:count]
 
 
 def _codes_of_dy(
@@ -665,7 +738,7 @@ def grouped_linear(
     if call is None:
         y = in_high_precision(x, weight.transpose(1, 2) if transposed else weight, groups)
     else:
-        y = multiply(x, weight, groups, call)
+        y = _multiplied(x, made, call)
         if autocast.was_entered and made.module is not None:
             autocast.remember(made.module, call.plan, y)
     for watch in _watchers:
@@ -682,6 +755,7 @@ class Prepared(NamedTuple):
         weight: this rank's part, as it is stored.
         groups: of the tokens.
         call: None in high precision, where the weight is as it was given.
+        whole: the DTensor of float8 data that ``weight`` is a part of, in compiled code, where a node takes it; else None.
     """
 
     owner: Any
@@ -689,6 +763,7 @@ class Prepared(NamedTuple):
     weight: torch.Tensor
     groups: Groups
     call: GroupedCall | None
+    whole: torch.Tensor | None
 
 
 def prepared(
@@ -708,18 +783,20 @@ def prepared(
     sources = CURRENT_SOURCES
     if plan is not None and plan.recipe.scaling is not None:
         sources = _sources_of(module, owner, plan.recipe, weight)
-    weight = local_part(weight)
+    given, weight = weight, local_part(weight)
+    is_closed = torch.compiler.is_compiling() and is_dtensor(given) and isinstance(weight, Float8Tensor)
+    whole = given if is_closed else None
     _check(owner, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        return Prepared(owner, module, weight, groups, None)
+        return Prepared(owner, module, weight, groups, None, whole)
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
     if module is not None and module._f8sub.needed is not None:
         module._f8sub.needed.compare(x, weight)
     call = GroupedCall(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
-    return Prepared(owner, module, weight, groups, call)
+    return Prepared(owner, module, weight, groups, call, whole)
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: GroupedCall) -> torch.Tensor:
@@ -728,6 +805,14 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, groups: Groups, call: Groupe
         return linear(x, weight, groups, call.plan.recipe, call.dtype, call.transposed)
     y: torch.Tensor = apply(GroupedMatmul, x, weight, groups.ends, call)
     return y
+
+
+def _multiplied(x: torch.Tensor, made: Prepared, call: GroupedCall) -> torch.Tensor:
+    """``multiply`` of what was prepared."""
+    if made.whole is None or is_one_by_one(call.plan.recipe) or call.plan.recipe.scaling is not None:
+        return multiply(x, made.weight, made.groups, call)
+    enter_graph_functions()
+    return _grouped_node(x, made.whole, made.groups.ends, call.plan.key, call.dtype, call.transposed)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -809,10 +894,20 @@ def sent_swiglu(
 
 
 def _gated(x: torch.Tensor, sent: Sent | None, made: list["Prepared"], calls: GatedCall) -> torch.Tensor:
-    weights = [each.weight for each in made]
-    of_sent = (None, None, None) if sent is None else sent
-    given = x, made[0].groups.ends, *of_sent, calls, weights[-1], *weights[:-1]
-    y: torch.Tensor = apply(GatedMatmul, *given)
+    of_sent = (None, None, None) if sent is None else tuple(sent)
+    ends, of_each = made[0].groups.ends, (*calls.inputs, calls.down)
+    y: torch.Tensor
+    if all(each.whole is None for each in made):
+        *inputs, down = (each.weight for each in made)
+        y = apply(GatedMatmul, x, ends, *of_sent, calls, down, *_pair(inputs))
+    else:
+        enter_graph_functions()
+        keys, transposed = (
+            tuple(call.plan.key for call in of_each),
+            tuple(call.transposed for call in of_each),
+        )
+        weights = tuple(each.weight if each.whole is None else each.whole for each in made)
+        y = _gated_node(x, ends, of_sent, keys, calls.down.dtype, transposed, weights)
     if autocast.was_entered:
         # The weights may be of three modules, of which each is asked for its plan when the forward is repeated.
         for each in made:

@@ -45,6 +45,24 @@ def test_experts_are_one_graph_and_compute_what_eager_ones_do(recipe):
     assert compiler.graphs == 1
 
 
+class OneLayer(OwnExperts):
+    """The same experts, whose products are one function of gate, up and down."""
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return f8sub.grouped_swiglu(x, self.gate, self.up, self.down, ends)
+
+
+@pytest.mark.parametrize("kind", [OwnExperts, OneLayer])
+def test_a_forward_without_gradients(kind):
+    """As of an evaluation."""
+    f8sub.register_experts(kind)
+    experts = converted(nn.Sequential(kind(EXPERTS, WIDTH, HIDDEN).bfloat16()), "rowwise")[0]
+    x, ends = gaussian((ENDS[-1] + 3, WIDTH), generator(5)).bfloat16(), torch.tensor(ENDS)
+    with torch.no_grad():
+        found = torch.compile(experts, backend="aot_eager", fullgraph=True)(x, ends)
+        assert torch.equal(found, experts(x, ends))
+
+
 def test_products_are_nodes_of_the_graph():
     """Else compiled code would train in high precision unnoticed."""
     seen: list[str] = []

@@ -375,8 +375,13 @@ def _stacked(first: Tokens | None, second: Tokens | None) -> Tokens | None:
 
 def unstacked(both: Tokens) -> tuple[Tokens, Tokens]:
     """The operands of ``_stacked``."""
-    parts = zip(both.data.chunk(2), both.scale_inv.chunk(2), strict=True)
-    first, second = (both._replace(data=data, scale_inv=scale_inv) for data, scale_inv in parts)
+    # Not by chunk(), which asks whether there are rows: compiled code cannot say so of tokens that other ranks send.
+    data, scale_inv = (
+        each.unflatten(0, (2, each.shape[0] // 2)).unbind() for each in (both.data, both.scale_inv)
+    )
+    first, second = (
+        both._replace(data=each, scale_inv=scale) for each, scale in zip(data, scale_inv, strict=True)
+    )
     return first, second
 
 

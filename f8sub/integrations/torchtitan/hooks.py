@@ -23,7 +23,7 @@ from f8sub.diagnostics.writers import jsonl
 from f8sub.errors import Float8ConfigError, first_and_more
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.linear.checkpointing import checkpoint_policy
-from f8sub.linear.float8_linear import Float8Linear
+from f8sub.linear.converted import ConvertedModule
 from f8sub.torch_compat import fsdp_params, is_checkpointed, is_dtensor, module_of
 from f8sub.weights.checks import gather_values
 from f8sub.weights.layout import sharded_dims
@@ -161,7 +161,7 @@ def check_weights(model_parts: Sequence[torch.nn.Module]) -> None:
 
 
 def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
-    """Check that no tensor-parallel weight with amax histories is gathered as float8 in a compiled block.
+    """Check that no weight with amax histories that parallelism cuts is gathered as float8 in a compiled block.
 
     Raises:
         Float8ConfigError: names the first of them; the first forward would fail, in dynamo's words.
@@ -172,23 +172,24 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         for fqn, block in part.named_modules()
         if _is_compiled(block)
         for name, layer in block.named_modules()
-        if isinstance(layer, Float8Linear) and layer._f8sub.float8_all_gather and _is_cut_twice(layer)
+        if isinstance(layer, ConvertedModule) and layer._f8sub.float8_all_gather and _is_cut_twice(layer)
         if layer._f8sub.plan.recipe.scaling is not None
     }
     plain = _gathered_as_local(layers)
     found = [fqn for layer, fqn in layers.items() if layer not in plain]
     if found:
         raise Float8ConfigError(
-            f"{first_and_more(found)}: sharded by tensor parallelism, gathered as float8 by FSDP2 and "
+            f"{first_and_more(found)}: sharded by tensor or expert parallelism, gathered as float8 by FSDP2 and "
             "scaled by amax histories, which torch.compile cannot trace together, and torchtitan compiles whole blocks "
             "or nothing. Take a recipe without delayed scaling, leave out one of --compile.enable, "
-            "tensor_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for spmd_backend"
+            "tensor_parallel_degree, expert_parallel_degree and enable_fsdp_float8_all_gather, or take spmd_types for "
+            "spmd_backend"
         )
 
 
-def _is_cut_twice(layer: Float8Linear) -> bool:
-    weight: Any = layer._parameters["weight"]
-    return is_dtensor(weight) and len(sharded_dims(weight)) > 1
+def _is_cut_twice(layer: ConvertedModule) -> bool:
+    weights = map(layer._parameters.get, layer._f8sub.weights)
+    return any(is_dtensor(weight) and len(sharded_dims(weight)) > 1 for weight in weights)
 
 
 @functools.cache

@@ -49,6 +49,9 @@ IN_BF16 = (
     f"f8sub {NOT_GATHERED}" if runs.installed() == "0.2" else 'f8sub:{"enable_fsdp_float8_all_gather":false}'
 )
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
+EP = "parallelism.expert_parallel_degree=2"
+EXPERTS = f'f8sub_moe:{{"experts":true}} {EP}'
+DELAYED_EXPERTS = f'f8sub_moe:{{"experts":true,"recipe_name":"delayed"}} {EP}'
 
 MESHES = {
     "1": (1, ""),
@@ -125,6 +128,7 @@ def test_other_recipes(train, mesh, recipe):
         ("tp2", "f8sub_selective_ac", "f8sub"),
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
+        pytest.param("fsdp2", f"{EXPERTS} {COMPILED}", EXPERTS, marks=of_0_3),
         ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),
         ("fsdp2-tp2", f"f8sub {COMPILED}", "f8sub"),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
@@ -145,6 +149,9 @@ def test_what_changes_no_bit(train, mesh, changed, usual):
             f"{NVFP4} {TP}", r"layers\.0\.\S+: tensor parallelism cuts its w.*'nvfp4'", marks=of_0_3
         ),
         pytest.param(f"{DELAYED} {TP} {COMPILED}", r"which torch\.compile cannot trace", marks=of_0_3),
+        pytest.param(
+            f"{DELAYED_EXPERTS} {COMPILED}", r"inner_experts: sharded by tensor or exp", marks=of_0_3
+        ),
     ],
 )
 def test_what_is_refused_before_the_first_step(any_titan, assets, arguments, message):
@@ -253,7 +260,6 @@ def test_a_run_resumes_bitwise_and_from_the_others_checkpoint(any_titan, assets,
 
 alone_in_0_2 = functools.partial(alone, titan="titan_0_2")
 GRADIENTS = 'f8sub:{"reduce_gradients_in_float8":true}'
-EP = "parallelism.expert_parallel_degree=2"
 of_0_2 = pytest.mark.skipif(
     runs.installed() == "0.3",
     reason="of torchtitan 0.2, here is 0.3: scripts/test_versions.sh has a row of each",
@@ -261,9 +267,7 @@ of_0_2 = pytest.mark.skipif(
 
 
 @long
-@pytest.mark.parametrize(
-    ("world", "options"), [(2, ""), pytest.param(2, EP, marks=of_0_2), pytest.param(4, EP, marks=of_0_2)]
-)
+@pytest.mark.parametrize(("world", "options"), [(2, ""), (2, EP), (4, EP)])
 def test_experts(train, world, options):
     """By the option alone, and as near to bf16 as linear layers are."""
     recipe = '"recipe_name":"rowwise"'

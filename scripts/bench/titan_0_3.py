@@ -3,15 +3,21 @@
     torchrun --nproc-per-node 2 -m scripts.bench.titan_0_3 bf16 f8sub torchao
     torchrun --nproc-per-node 4 -m scripts.bench.titan_0_3 --model qwen3 --layers 4 --tokens 4096 bf16 f8sub
 
-Llama 3 8B or Qwen3-30B-A3B by torchtitan's own configs: its attention, its loss in chunks and its AdamW. Blocks are
-compiled, as ``--compile.enable`` has it. An arm is ``bf16``, ``torchao``: torchtitan's converter, which has rowwise
-scales and gathers in bf16; or ``f8sub``, with options of ``f8sub.titan.Float8Converter`` as JSON after a colon, such
+Llama 3 8B, Qwen3-30B-A3B or DeepSeek-V3 by torchtitan's own configs, or Llama 4 Scout by ``titan_llama4.py``:
+torchtitan's attention, its loss in chunks and its AdamW. Blocks are compiled, as ``--compile.enable`` has it. An arm is
+``bf16``; ``torchao``: torchtitan's converters, which have rowwise scales and gather in bf16, of experts too as
+``torchao:{"experts":true}``; or ``f8sub``, with options of ``f8sub.titan.Float8Converter`` as JSON after a colon, such
 as ``f8sub:{"recipe_name":"rowwise"}``. Arms run one after another in one process. Rank 0 prints JSON lines and a table.
 A step's time is that of a window of steps; with three windows the spread is the distance of the fastest from the
 slowest. Text and tokenizer are of the standard library's sources.
 
     torchrun --nproc-per-node 4 -m scripts.bench.titan_0_3 --model qwen3 --experts-on 4 --dispatch minimal_async_ep \
         --ac full bf16 f8sub
+    torchrun --nproc-per-node 2 -m scripts.bench.titan_0_3 --model deepseek_v3 --layers 2 --experts 64 --tokens 4096 \
+        --ac full bf16 'torchao:{"experts":true}' 'f8sub:{"experts":true}'
+
+``--layers`` leaves one of the dense layers that DeepSeek-V3 has before its first layer with experts, so that two of its
+layers are one of each. ``--experts`` leaves fewer experts per layer, which are as wide, and as many per token.
 """
 
 from __future__ import annotations
@@ -25,21 +31,32 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from scripts.table import Table
 
 WINDOWS = 3
-FLAVORS = {"llama3": "8B", "qwen3": "30B-A3B"}
-CONFIGS = {"llama3": "llama3_8b", "qwen3": "qwen3_30b_a3b"}
+FLAVORS = {"llama3": "8B", "qwen3": "30B-A3B", "llama4": "17bx16e", "deepseek_v3": "671B"}
+CONFIGS = {
+    "llama3": "llama3_8b",
+    "qwen3": "qwen3_30b_a3b",
+    "llama4": "llama4_17bx16e",
+    "deepseek_v3": "deepseek_v3_671b",
+}
+REGISTRIES = {"llama4": "scripts.bench.titan_llama4"}
+"""Modules of configs and models, where torchtitan has none."""
 CHECKPOINTS = {"full": "FullAC", "selective": "SelectiveAC", "none": None}
 DISPATCHES = "standard", "minimal_async_ep"
 COLUMNS = (
+    ("layers", "{layers}"),
     ("ms", "{step_ms:.1f}"),
     ("spread", "{spread_ms:.1f}"),
     ("tokens/s a GPU", "{tokens_per_second:,.0f}"),
@@ -51,6 +68,39 @@ COLUMNS = (
 )
 
 
+def cut(layers: list[Any], number: int) -> None:
+    """Leave ``number`` layers, in place, and of the dense ones before the first with experts one."""
+    dense = next((at for at, layer in enumerate(layers) if layer.moe is not None), 0)
+    del layers[1:dense]
+    del layers[number:]
+
+
+def give_experts(layers: list[Any], number: int) -> None:
+    """Change how many experts each layer has that has some; their width, and how many there are per token, stay."""
+    for moe in (layer.moe for layer in layers if layer.moe is not None):
+        routed = moe.routed_experts
+        for part in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
+            part.num_experts = number
+        moe.router.gate.out_features = number
+
+
+def layers_in_words(layers: list[Any]) -> str:
+    """Return such as ``"1 dense, 1 of 64 experts"``."""
+    experts = Counter(layer.moe.num_experts for layer in layers if layer.moe is not None)
+    dense = len(layers) - experts.total()
+    found = [f"{count} of {number} experts" for number, count in experts.items()]
+    return ", ".join([f"{dense} dense", *found] if dense else found)
+
+
+def converters_of(options: argparse.Namespace, *, experts: bool = False) -> list[Any]:
+    """Return torchtitan's own converters, as its float8 config of DeepSeek-V3 has them; of experts if asked for."""
+    from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
+
+    how = {"model_compile_enabled": options.compile}
+    linears = Float8LinearConverter.Config(filter_fqns=["lm_head", "router.gate"], **how)
+    return [linears, *[Float8GroupedExpertsConverter.Config(**how)] * experts]
+
+
 def config_of(arm: str, options: argparse.Namespace, folder: Path) -> Any:
     """Return torchtitan's config of an arm.
 
@@ -58,35 +108,42 @@ def config_of(arm: str, options: argparse.Namespace, folder: Path) -> Any:
         ValueError: no such arm.
     """
     from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.distributed import activation_checkpoint
     from torchtitan.models.common.config_utils import decoder_vocab_size
 
     from f8sub import titan
 
-    registry = importlib.import_module(f"torchtitan.models.{options.model}.config_registry")
+    home = REGISTRIES.get(options.model, f"torchtitan.models.{options.model}.config_registry")
+    registry = importlib.import_module(home)
     name, _, given = arm.partition(":")
     if name not in ("bf16", "f8sub", "torchao"):
         raise ValueError(f"{arm}: arms are bf16, f8sub and torchao")
     config: Any = getattr(registry, options.config)()
     how: dict[str, Any] = {"attn_backend": options.attention}
-    if options.model == "qwen3":
+    if options.model != "llama3":
         how["moe_comm_backend"] = options.dispatch
-    if name == "torchao":
-        how["converters"] = [Float8LinearConverter.Config(filter_fqns=["lm_head"])]
     config.model_spec = registry.model_registry(options.flavor, **how)
+    model = config.model_spec.model
     if options.layers:
-        del config.model_spec.model.layers[options.layers :]
+        cut(model.layers, options.layers)
+    if options.experts:
+        give_experts(model.layers, options.experts)
     if options.loss == "whole":
         config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))
+    if name == "torchao":
+        for converter in converters_of(options, **json.loads(given or "{}")):
+            converter.build().convert(model)
     if name == "f8sub":
-        titan.float8(config.model_spec.model, **json.loads(given or "{}"))
+        titan.float8(model, **json.loads(given or "{}"))
         config.model_spec = titan.with_precompute_scales(config.model_spec)
     config.hf_assets_path, config.dataloader.dataset_path = str(folder / "tokenizer"), str(folder / "data")
     config.dataloader.dataset, config.dump_folder = "c4_test", str(folder)
     config.training.local_batch_size, config.training.seq_len = options.sequences, options.tokens
     config.training.steps = options.skip + WINDOWS * options.steps
     config.parallelism.expert_parallel_degree = options.experts_on
+    if torch.__version__ < TorchVersion("2.14"):
+        # FSDP2 cannot shard yet as torchtitan's default asks it to.
+        config.parallelism.spmd_backend = "partial_dtensor"
     kind = CHECKPOINTS[options.ac]
     config.activation_checkpoint = None if kind is None else getattr(activation_checkpoint, kind).Config()
     config.compile.enable, config.compile.components = options.compile, ["model", "loss"]
@@ -139,13 +196,18 @@ def row_of(arm: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
 
     # Models of several arms have the same code, which is compiled for so many alone.
     torch._dynamo.reset()
+    found: dict[str, Any] = {}
     try:
-        trainer = config_of(arm, options, folder).build()
-        found = measured(trainer, options)
+        # torchtitan's converter sets it for the process, and so for the arms after it.
+        with torch._inductor.config.patch(emulate_precision_casts=False):
+            config = config_of(arm, options, folder)
+            found["layers"] = layers_in_words(config.model_spec.model.layers)
+            trainer = config.build()
+            found |= measured(trainer, options)
         found["captured"] = sum(wrapper._graph is not None for wrapper in cudagraph._manager._wrappers)
         trainer.close()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:600]}
+        return found | {"error": f"{type(error).__name__}: {error}"[:600]}
     found["tokens_per_second"] = 1e3 * options.tokens * options.sequences / found["step_ms"]
     return found
 
@@ -155,11 +217,20 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("arms", nargs="+", help="bf16, torchao, f8sub or f8sub:JSON")
+    parser.add_argument(
+        "arms", nargs="+", help="bf16, torchao, f8sub, or one of the last two with options, f8sub:JSON"
+    )
     parser.add_argument("--model", choices=FLAVORS, default="llama3")
-    parser.add_argument("--flavor", help="torchtitan's name of the size: 8B, 30B-A3B by default")
-    parser.add_argument("--config", help="torchtitan's config: llama3_8b, qwen3_30b_a3b by default")
-    parser.add_argument("--layers", type=int, help="of the model's; all by default")
+    parser.add_argument("--flavor", help=f"torchtitan's name of the size; by default of {FLAVORS}")
+    parser.add_argument("--config", help=f"torchtitan's config; by default of {CONFIGS}")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="of the model's, with one of the dense layers before the first with experts; all by default",
+    )
+    parser.add_argument(
+        "--experts", type=int, help="per layer, as wide and as many per token as all, which is the default"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of a rank")
     parser.add_argument("--experts-on", type=int, default=1, help="ranks that share the experts")

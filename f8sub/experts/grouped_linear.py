@@ -755,7 +755,7 @@ class Prepared(NamedTuple):
         weight: this rank's part, as it is stored.
         groups: of the tokens.
         call: None in high precision, where the weight is as it was given.
-        whole: the DTensor of float8 data that ``weight`` is a part of, in compiled code, where a node takes it; else None.
+        whole: in compiled code the DTensor of float8 data that ``weight`` is a part of, for a node to read.
     """
 
     owner: Any

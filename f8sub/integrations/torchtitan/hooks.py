@@ -23,7 +23,6 @@ from f8sub.diagnostics.writers import jsonl
 from f8sub.errors import Float8ConfigError, first_and_more
 from f8sub.gradients.reduce_gradients import GradientReduction, reduce_gradients_in_float8
 from f8sub.linear.checkpointing import checkpoint_policy
-from f8sub.linear.converted import ConvertedModule
 from f8sub.torch_compat import fsdp_params, is_checkpointed, is_dtensor, module_of
 from f8sub.weights.checks import gather_values
 from f8sub.weights.layout import sharded_dims
@@ -172,7 +171,7 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         for fqn, block in part.named_modules()
         if _is_compiled(block)
         for name, layer in block.named_modules()
-        if isinstance(layer, ConvertedModule) and layer._f8sub.float8_all_gather and _is_cut_twice(layer)
+        if is_converted(layer) and layer._f8sub.float8_all_gather and _is_cut_twice(layer)
         if layer._f8sub.plan.recipe.scaling is not None
     }
     plain = _gathered_as_local(layers)
@@ -187,8 +186,8 @@ def check_compiled(model_parts: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _is_cut_twice(layer: ConvertedModule) -> bool:
-    weights = map(layer._parameters.get, layer._f8sub.weights)
+def _is_cut_twice(layer: Any) -> bool:
+    weights = [layer._parameters.get(name) for name in layer._f8sub.weights]
     return any(is_dtensor(weight) and len(sharded_dims(weight)) > 1 for weight in weights)
 
 

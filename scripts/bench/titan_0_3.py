@@ -17,7 +17,8 @@ slowest. Text and tokenizer are of the standard library's sources.
         --ac full bf16 'torchao:{"experts":true}' 'f8sub:{"experts":true}'
 
 ``--layers`` leaves one of the dense layers that DeepSeek-V3 has before its first layer with experts, so that two of its
-layers are one of each. ``--experts`` leaves fewer experts per layer, which are as wide, and as many per token.
+layers are one of each. ``--experts`` leaves fewer experts per layer, which are as wide, and as many per token: each has
+more tokens than in the whole model.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.torch_version import TorchVersion
 
 from scripts.table import Table
@@ -196,6 +198,8 @@ def row_of(arm: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
 
     # Models of several arms have the same code, which is compiled for so many alone.
     torch._dynamo.reset()
+    # Results of DTensor's operators would have the mesh of an arm before this one.
+    _clear_sharding_prop_cache()
     found: dict[str, Any] = {}
     try:
         # torchtitan's converter sets it for the process, and so for the arms after it.

@@ -237,7 +237,9 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of a rank")
-    parser.add_argument("--experts-on", type=int, default=1, help="ranks that share the experts")
+    parser.add_argument(
+        "--experts-on", type=int, default=1, help="ranks that share the experts; not with torch 2.11"
+    )
     parser.add_argument(
         "--dispatch", choices=DISPATCHES, default="standard", help="how tokens travel to experts"
     )

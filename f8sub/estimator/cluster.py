@@ -149,8 +149,8 @@ H100_500W = Gpu(
 
 
 COPY_IN = {BF16: 5.5, E4M3: 3.1, E4M3_FLAT: 3.1}
-"""Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 745 and 314
-us for the 218 M elements of a Llama 3 8B layer, an H100 226 us, as ``scripts/bench/gradients.py`` measures it."""
+"""Bytes of a copy's speed that an element takes into FSDP2's buffer, or as codes into f8sub's: an H200 took 314 us
+for the 218 M elements of a Llama 3 8B layer in bf16, an H100 226 us for its codes (``scripts/bench/gradients.py``)."""
 
 ADD = 1.07
 """By how much a copy of the sum's bytes is faster: 903, 463 and 340 us of 856 M elements from 2, 8 and 64 ranks."""

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -207,8 +207,8 @@ REDUCTION = Need(
 )
 
 IN_PLACE = Need(
-    "all-gathers into the weights' own memory",
-    "let FSDP2 copy what it gathers",
+    "all-gathers into the weights' own memory, and reductions of gradients where they lie",
+    "let FSDP2 copy what it gathers and reduces",
     {
         "torch.ops.fsdp.all_gather_copy_in.default": (
             "exactly all_gather_inputs all_gather_output inp_split_sizes all_gather_input_numel rank"
@@ -218,18 +218,20 @@ IN_PLACE = Need(
         ),
         "torch.distributed.ProcessGroup._get_backend": "",
         "torch.distributed.ProcessGroup.allgather_into_tensor_coalesced": "",
+        "torch.distributed.ProcessGroup.reduce_scatter_tensor_coalesced": "",
         "torch.distributed.distributed_c10d.AllgatherOptions": "",
+        "torch.distributed.distributed_c10d.ReduceScatterOptions": "",
     },
     {
         "FSDPCommContext": "get_all_gather_streams",
         "FSDPMeshInfo": "shard_process_group",
         "FSDPParam": (
-            "_sharded_local_tensor _sharded_param_data all_gather_outputs alloc_all_gather_outputs "
+            "_orig_size _sharded_local_tensor _sharded_param_data all_gather_outputs alloc_all_gather_outputs "
             "free_unsharded_param fsdp_placement mp_policy sharded_param"
         ),
         "FSDPParamGroup": (
             "_all_gather_comm _all_gather_result _reduce_scatter_comm _training_state comm_ctx device "
-            "finalize_backward fsdp_params is_sharded mesh_info pre_forward unshard"
+            "finalize_backward fsdp_params is_sharded mesh_info pre_forward reduce_grads unshard"
         ),
     },
 )
@@ -422,6 +424,7 @@ all_reduce_node = _private("torch.ops._c10d_functional.all_reduce.default")
 reduce_scatter_node = _private("torch.ops._c10d_functional.reduce_scatter_tensor.default")
 running_ddp = _private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
 _AllgatherOptions: Any = _private("torch.distributed.distributed_c10d.AllgatherOptions")
+_ReduceScatterOptions: Any = _private("torch.distributed.distributed_c10d.ReduceScatterOptions")
 _torchs_group_name = _private("torch.distributed.distributed_c10d._process_group_name")
 _fsdp_states = _private("torch.distributed._composable_state._module_state_mapping")
 
@@ -1076,22 +1079,49 @@ def _group_in_place(default: Any) -> Any:
     class FSDPParamGroup(default):  # type: ignore[misc]
         casts: Around
         in_own_forward = False
+        sums = False
+        gradient_dtype: torch.dtype | None = None
 
         def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
             # The groups of one model share it since the root's first forward began.
             if self.comm_ctx not in _in_place:
                 _in_place.add(self.comm_ctx)
                 groups = {id(group): group for group, _ in fsdp_params() if group.comm_ctx is self.comm_ctx}
-                copy = getattr(self._reduce_scatter_comm, "copies_by", None)
+                by = getattr(self._reduce_scatter_comm, "by", None)
                 for group in groups.values():
                     _gather_in_place(group, self.casts)
-                    if copy is not None:
-                        _copy_gradients_by(copy, group)
+                    if by is not None:
+                        _copy_gradients_by(by, group)
             self.in_own_forward = True
             try:
                 return super().pre_forward(*args, **kwargs)
             finally:
                 self.in_own_forward = False
+                self._choose_gradients()
+
+        def _choose_gradients(self) -> None:
+            """Have layers give gradients as they are reduced, where those are reduced where they lie."""
+            # For good, because compiled code is compiled for each dtype. Sums over micro-batches cost more in float32.
+            self.sums = self.sums or not self.reduce_grads
+            dtype = None if self.sums else self._dtype_in_place
+            if dtype is self.gradient_dtype:
+                return
+            self.gradient_dtype = dtype
+            for param in self.fsdp_params:
+                # A DTensor's gradient would be rounded on its way.
+                if hasattr(param.unsharded_param, "gradient_dtype"):
+                    param.unsharded_param.gradient_dtype = dtype
+
+        @functools.cached_property
+        def _dtype_in_place(self) -> torch.dtype | None:
+            comm, among = self._reduce_scatter_comm, shard_ranks(self)
+            ranks = 1 if among is None else among.size()
+            divides = not any(param._orig_size[0] % ranks for param in self.fsdp_params)
+            if not hasattr(comm, "by") or ranks == 1 or not divides:
+                return None
+            comm.is_in_place = True
+            dtype = reduce_dtype(self)
+            return dtype if dtype == torch.float32 else None
 
         def unshard(self, async_op: bool = False) -> None:
             with self.around():
@@ -1197,78 +1227,160 @@ class Places(torch.Tensor):
 _COPY_OUT = "fsdp::split_with_sizes_copy"
 
 
-Copy = Callable[[Sequence[torch.Tensor], torch.Tensor], bool]
-"""Copies gradients as ``chunk_cat`` does along dimension 0 into (ranks, elements of a rank), or returns False."""
+class Gradients(NamedTuple):
+    """Says how gradients come to the memory that is reduced.
+
+    Attributes:
+        copy: copies them as ``chunk_cat`` does along dimension 0 into (ranks, elements of a rank), or returns False.
+        exact: returns the values of one that may not be rounded to its dtype yet.
+    """
+
+    copy: Callable[[Sequence[torch.Tensor], torch.Tensor], bool]
+    exact: Callable[[torch.Tensor], torch.Tensor]
 
 
 def copy_gradients(
-    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool], copy: Copy
+    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool], by: Gradients
 ) -> None:
-    """Have FSDP2 copy the gradients that it reduces with those of ``weights`` by ``copy``, and all else as before.
+    """Have FSDP2 copy the gradients that it reduces with those of ``weights``, and all else as before.
 
     FSDP2 asks its reduce-scatter for a flat input, copies gradients into it by one of ``CHUNK_CATS``, asks for the
     output and has the one reduced into the other. A group keeps a reduce-scatter that is not torch's own, and each
     keeps its own where torch's FSDP2 is not as ``REDUCTION`` has it.
 
+    Groups that ``gather_in_place`` reduce gradients where they lie, with no copy, if most of them are of the dtype that
+    they are reduced in.
+
     Args:
         weights: modules and names of parameters, each of which FSDP2 shards or does not.
         takes: whether gradients on a device are copied so.
-        copy: see ``Copy``.
+        by: see ``Gradients``.
     """
     if problems(REDUCTION):
         return
     for group, _ in parameter_groups(dict.fromkeys(weights)):
         if takes(group.device):
-            _copy_gradients_by(copy, group)
+            _copy_gradients_by(by, group)
 
 
-def _copy_gradients_by(copy: Copy, group: Any) -> None:
+def _copy_gradients_by(by: Gradients, group: Any) -> None:
     comm, is_default = reduce_scatter_of(group)
-    if is_default and not hasattr(comm, "copies_by"):
+    if is_default and not hasattr(comm, "by"):
         default: Any = type(comm)
         group._reduce_scatter_comm = _copying(default)()
-        group._reduce_scatter_comm.copies_by = copy
+        group._reduce_scatter_comm.by = by
 
 
 @functools.cache
 def _copying(default: Any) -> Any:
-    """Return torch's own reduce-scatter with another copy of gradients."""
+    """Return torch's own reduce-scatter with another copy of gradients, or none."""
 
     # By the name and the class, code that looks for torch's own finds that.
     class DefaultReduceScatter(default):  # type: ignore[misc]
-        copies_by: Copy
-        is_filled = False
+        by: Gradients
+        is_filled = is_in_place = False
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
             """Return the input; once that is filled, the output, also where a pass failed in between."""
             filled, self.is_filled = self.is_filled, False
-            plain: torch.Tensor = super().allocate(size, dtype=dtype, device=device)
-            return plain if filled else _InputBuffer(plain, self)
+            make = functools.partial(super().allocate, size, dtype=dtype, device=device)
+            if filled:
+                plain: torch.Tensor = make()
+                return plain
+            return _InputBuffer(_Input(self, make), tuple(size), dtype, device)
 
         def __call__(
-            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *how: Any, **named: Any
+            self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, **how: Any
         ) -> Any:
-            plain = input_tensor.plain if isinstance(input_tensor, _InputBuffer) else input_tensor
-            return super().__call__(output_tensor, plain, *how, **named)
+            held = input_tensor.held if isinstance(input_tensor, _InputBuffer) else None
+            if held is None or not held.gradients:
+                plain = input_tensor if held is None else held.memory
+                return super().__call__(output_tensor, plain, group, op, **how)
+            options = _ReduceScatterOptions()
+            options.reduceOp, options.asyncOp = op, False
+            inputs = [gradient.view(-1) for gradient in held.gradients]
+            outputs = list(output_tensor.split([each.numel() // group.size() for each in inputs]))
+            work = group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
+            # NCCL has nothing to wait for: it ran on this stream.
+            if work is not None:
+                work.wait()
+            return None
 
     return DefaultReduceScatter
 
 
+class _Input:
+    """Holds the flat input of a reduce-scatter, or the gradients that are reduced where they lie.
+
+    Attributes:
+        gradients: those, until something asks for the memory.
+    """
+
+    def __init__(self, comm: Any, make: Callable[[], torch.Tensor]) -> None:
+        self.comm, self._make = comm, make
+        self.gradients: list[torch.Tensor] = []
+        self._ranks = 1
+
+    @functools.cached_property
+    def memory(self) -> torch.Tensor:
+        """The flat input, with the gradients in it if there are any."""
+        flat, gradients = self._make(), self.gradients
+        self.gradients = []
+        if gradients:
+            self._copy(gradients, flat.view(self._ranks, -1))
+        return flat
+
+    def fill(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype, ranks: int) -> None:
+        """Take gradients that FSDP2 has cut along dimension 0."""
+        # Gradients of another dtype are copied in any case.
+        exact = list(map(self.comm.by.exact, gradients))
+        there = sum(each.numel() for each in exact if each.dtype == dtype)
+        lie = all(each.is_contiguous() and each.dim() and each.shape[0] % ranks == 0 for each in exact)
+        if self.comm.is_in_place and lie and 2 * there >= sum(map(torch.Tensor.numel, exact)):
+            self.gradients, self._ranks = _of_one_dtype(exact, dtype), ranks
+        else:
+            self._copy(exact, self.memory.view(ranks, -1))
+
+    def _copy(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        if not self.comm.by.copy(gradients, out):
+            dtypes = {gradient.dtype for gradient in gradients}
+            uniform = gradients if len(dtypes) == 1 else [each.to(out.dtype) for each in gradients]
+            chunk_cat(uniform, len(out), out)
+
+
+def _of_one_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return tensors as they are, and copies of those of other dtypes, cast by one launch."""
+    others = [tensor for tensor in tensors if tensor.dtype != dtype]
+    if not others:
+        return list(tensors)
+    flat = others[0].new_empty(sum(map(torch.Tensor.numel, others)), dtype=dtype)
+    cast = [
+        piece.view(tensor.shape)
+        for piece, tensor in zip(flat.split([tensor.numel() for tensor in others]), others, strict=True)
+    ]
+    torch._foreach_copy_(cast, others)
+    found = iter(cast)
+    return [tensor if tensor.dtype == dtype else next(found) for tensor in tensors]
+
+
 class _InputBuffer(torch.Tensor):
-    """FSDP2's flat input of a reduce-scatter, or its view that is filled; operators see the memory, ``plain``."""
+    """FSDP2's flat input of a reduce-scatter, or its view that is filled; other operators see memory.
+
+    Attributes:
+        held: what is in it.
+    """
 
     __torch_function__ = no_torch_function
 
-    plain: torch.Tensor
-    comm: Any
+    held: _Input
 
     @staticmethod
-    def __new__(cls: type["_InputBuffer"], plain: torch.Tensor, comm: Any) -> "_InputBuffer":
-        """Stand for ``plain``, which ``comm`` allocated."""
-        self: _InputBuffer = torch.Tensor._make_wrapper_subclass(
-            cls, plain.shape, dtype=plain.dtype, device=plain.device
-        )
-        self.plain, self.comm = plain, comm
+    def __new__(
+        cls: type["_InputBuffer"], held: _Input, shape: tuple[int, ...], dtype: torch.dtype, device: Any
+    ) -> "_InputBuffer":
+        """Stand for ``held`` in one of its shapes."""
+        self: _InputBuffer = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.held = held
         return self
 
     @classmethod
@@ -1278,15 +1390,20 @@ class _InputBuffer(torch.Tensor):
         kwargs = kwargs or {}
         # The view that FSDP2 fills has a row for each rank.
         if func is torch.ops.aten.view.default and len(args[1]) == 2:
-            return _InputBuffer(args[0].plain.view(args[1]), args[0].comm)
+            flat, (ranks, _) = args
+            return _InputBuffer(flat.held, (ranks, flat.numel() // ranks), flat.dtype, flat.device)
         if func.name() in CHUNK_CATS and isinstance(out := kwargs.get("out"), _InputBuffer):
             dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            if dim != 0 or not out.comm.copies_by(args[0], out.plain):
-                func(*args, **{**kwargs, "out": out.plain})
+            if dim == 0:
+                out.held.fill(args[0], out.dtype, len(out))
+            else:
+                func(*args, **{**kwargs, "out": out.held.memory.view(out.shape)})
             # Last: a copy that raises fills nothing, and FSDP2 asks for an input next.
-            out.comm.is_filled = True
+            out.held.comm.is_filled = True
             return None
-        args, kwargs = tree_map_only(_InputBuffer, lambda each: each.plain, (args, kwargs))
+        args, kwargs = tree_map_only(
+            _InputBuffer, lambda each: each.held.memory.view(each.shape), (args, kwargs)
+        )
         return func(*args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from f8sub.experts.adapters import Adapted, Transposed
 from f8sub.experts.sent import Sent
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, present
 from f8sub.kernels import reference
-from f8sub.kernels.gemm.select import REFERENCE, Plan
+from f8sub.kernels.gemm.select import GROUPED, REFERENCE, Plan
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.grouped import ops as grouped_ops
 from f8sub.kernels.grouped.gemm import in_high_precision, is_one_by_one
@@ -59,6 +59,7 @@ from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import cast_or_share, ends_of, sharing_tokens
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.unrounded import as_gradient, dtype_of_gradient
 from f8sub.torch_compat import (
     apply,
     autocast_dtype,
@@ -184,7 +185,7 @@ class GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             saved = (tokens,) if kept is None else tensors_of(kept)
         ctx.save_for_backward(w, ends, *saved)
-        ctx.call, ctx.rows = call, groups.rows
+        ctx.call, ctx.rows, ctx.dtype_of_dw = call, groups.rows, _dtype_of_gradient(w, call)
         return y
 
     @staticmethod
@@ -214,8 +215,8 @@ class GroupedMatmul(torch.autograd.Function):
             if left is None or g.b is None or plan.wgrad is None:
                 dw = grouped_ops.high_precision_weights(dy, saved[0], groups).to(w.dtype)
             else:
-                dw = gradient_of_weights(left, saved, w, groups, call)
-            dw = dw.transpose(1, 2) if call.transposed else dw
+                dw = gradient_of_weights(left, saved, ctx.dtype_of_dw, groups, call)
+            dw = _gradient_as_stored(dw, w, call)
         return dx, dw, None, None
 
 
@@ -249,13 +250,13 @@ def gradient_of_rows(
 
 
 def gradient_of_weights(
-    left: Tokens, saved: Sequence[torch.Tensor], w: torch.Tensor, groups: Groups, call: GroupedCall
+    left: Tokens, saved: Sequence[torch.Tensor], dtype: torch.dtype, groups: Groups, call: GroupedCall
 ) -> torch.Tensor:
-    """Return dw (E, N, K) of wgrad, of codes of dy and ``tensors_of`` those of x."""
+    """Return dw (E, N, K) of wgrad in ``dtype``, of codes of dy and ``tensors_of`` those of x."""
     spec = call.plan.recipe.wgrad
     data, scale_inv, first, ends = saved
     right = Tokens(data, scale_inv, present(spec.b), Groups(first, ends, data.shape[1]), True)
-    return grouped_ops.weights(call.plan.wgrad, spec, left, right, groups, w.dtype)
+    return grouped_ops.weights(call.plan.wgrad, spec, left, right, groups, dtype)
 
 
 def _values(w: torch.Tensor, call: GroupedCall) -> torch.Tensor:
@@ -388,6 +389,8 @@ class GatedMatmul(torch.autograd.Function):
             saved += [sent, (placed,) if needs_weights else ()]
         ctx.save_for_backward(ends, down, *itertools.chain(*saved))
         ctx.calls, ctx.rows, ctx.dtype, ctx.lengths = calls, groups.rows, x.dtype, list(map(len, saved))
+        ctx.dtype_of_ddown = _dtype_of_gradient(down, calls.down)
+        ctx.dtypes = [_dtype_of_gradient(w, call) for w, call in zip(inputs, calls.inputs, strict=True)]
         return y
 
     @staticmethod
@@ -411,15 +414,15 @@ class GatedMatmul(torch.autograd.Function):
         if needs_dh:
             dh = gradient_of_rows(present(a), down, groups, calls.down, dy)
         if needs_down:
-            ddown = _gradient_as_stored(
-                gradient_of_weights(present(left), saved_h, down, groups, calls.down), calls.down
-            )
+            ddown = gradient_of_weights(present(left), saved_h, ctx.dtype_of_ddown, groups, calls.down)
+            ddown = _gradient_as_stored(ddown, down, calls.down)
         needs = [(needs_dx, needs_dw) for needs_dw in needs_inputs]
         codes = (
             [(None, None)] * len(inputs) if dh is None else _codes(calls.inputs, results, dh, needs, groups)
         )
         dinputs: list[torch.Tensor | None] = []
-        for w, call, (a, left), needs_dw in zip(inputs, calls.inputs, codes, needs_inputs, strict=True):
+        each = zip(inputs, calls.inputs, ctx.dtypes, codes, needs_inputs, strict=True)
+        for w, call, dtype, (a, left), needs_dw in each:
             if needs_dx:
                 if dx is not None and dx.dtype != ctx.dtype:
                     # autograd adds the gradients of one tensor in its dtype.
@@ -428,8 +431,11 @@ class GatedMatmul(torch.autograd.Function):
                     )
                 else:
                     dx = gradient_of_rows(present(a), w, groups, call, present(dh), dx)
-            dw = gradient_of_weights(present(left), saved_x, w, groups, call) if needs_dw else None
-            dinputs.append(None if dw is None else _gradient_as_stored(dw, call))
+            dw = None
+            if needs_dw:
+                dw = gradient_of_weights(present(left), saved_x, dtype, groups, call)
+                dw = _gradient_as_stored(dw, w, call)
+            dinputs.append(dw)
         if sent is not None and dx is not None:
             dx = sent.by_token(dx.to(ctx.dtype)).sum(1)
         return dx, None, None, None, dweights, None, ddown, *_pair(dinputs)
@@ -467,7 +473,9 @@ class _TracedGated(GatedMatmul):
 def _grouped_node(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, key: str, dtype: torch.dtype, transposed: bool
 ) -> torch.Tensor:
-    """Multiply by a weight that is a DTensor of float8 data: dynamo cannot look into what ``to_local`` returns."""
+    """Multiply by a weight of float8 data: dynamo can neither look into what ``to_local`` returns of one, nor make the
+    gradient of one that is not rounded yet.
+    """
     with compiling():
         call = GroupedCall(Plan.made[key], dtype, transposed)
         y: torch.Tensor = _TracedGrouped.apply(x, local_part(weight), ends, call)  # type: ignore[no-untyped-call]
@@ -579,8 +587,14 @@ def _formats_of_dy(
     return recipe.dgrad.a if needs_dx else None, recipe.wgrad.a if needs_dw else None
 
 
-def _gradient_as_stored(dw: torch.Tensor, call: GroupedCall) -> torch.Tensor:
-    return dw.transpose(1, 2) if call.transposed else dw
+def _dtype_of_gradient(w: torch.Tensor, call: GroupedCall) -> torch.dtype:
+    # A transposed one is copied in any case, and rounded there.
+    rounds = call.transposed or (call.plan.wgrad is not None and GROUPED[call.plan.wgrad].rounds)
+    return w.dtype if rounds else dtype_of_gradient(w)
+
+
+def _gradient_as_stored(dw: torch.Tensor, w: torch.Tensor, call: GroupedCall) -> torch.Tensor:
+    return dw.transpose(1, 2) if call.transposed else as_gradient(dw, w.dtype)
 
 
 @untraced
@@ -755,7 +769,7 @@ class Prepared(NamedTuple):
         weight: this rank's part, as it is stored.
         groups: of the tokens.
         call: None in high precision, where the weight is as it was given.
-        whole: in compiled code the DTensor of float8 data that ``weight`` is a part of, for a node to read.
+        whole: in compiled code the weight of float8 data as it was given, a DTensor for one, for a node to read.
     """
 
     owner: Any
@@ -784,7 +798,7 @@ def prepared(
     if plan is not None and plan.recipe.scaling is not None:
         sources = _sources_of(module, owner, plan.recipe, weight)
     given, weight = weight, local_part(weight)
-    is_closed = torch.compiler.is_compiling() and is_dtensor(given) and isinstance(weight, Float8Tensor)
+    is_closed = torch.compiler.is_compiling() and isinstance(weight, Float8Tensor)
     whole = given if is_closed else None
     _check(owner, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))

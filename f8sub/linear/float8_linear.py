@@ -40,6 +40,7 @@ from f8sub.linear.saved_input import GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import GemmSpec, Recipe
 from f8sub.tensor.float8_tensor import Float8Tensor
+from f8sub.tensor.unrounded import as_gradient, dtype_of_gradient
 from f8sub.torch_compat import (
     apply,
     autocast_dtype,
@@ -83,6 +84,7 @@ class Float8Matmul(torch.autograd.Function):
         if isinstance(w, MasterWeight) and not sources.distributed:
             ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.dtype_of_dw = dtype_of_gradient(w)
         return y
 
     @staticmethod
@@ -115,7 +117,8 @@ class Float8Matmul(torch.autograd.Function):
         if need_dw:
             # dw (N, K) = dy.t() (N, M) @ x (M, K)
             x_col = x_columnwise(saved, ctx.kept, ctx.call, after)
-            dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, w.dtype)
+            made_as = w.dtype if dy_col is None else ctx.dtype_of_dw
+            dw = as_gradient(gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, made_as), w.dtype)
         if need_dbias:
             # Of dy as it came: a sum over codes would add up what each of them was rounded by.
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)

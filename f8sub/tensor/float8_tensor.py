@@ -40,6 +40,7 @@ class Float8Tensor(torch.Tensor):
         rowwise: operand stored as it is, (rows, cols), contracted along cols; None when that usage is absent.
         columnwise: operand stored transposed, (cols, rows), contracted along rows; None when absent.
         dtype: the high-precision dtype it stands for: of ``dequantize()`` and of a matmul's result.
+        gradient_dtype: of the values that layers give as the gradient of this weight; None for ``dtype``.
 
     Raises:
         Float8ConfigError: neither usage given.
@@ -57,6 +58,7 @@ class Float8Tensor(torch.Tensor):
     columnwise_scale_inv: Any
     columnwise_global_scale_inv: torch.Tensor | None
     columnwise_format: Float8Format | None
+    gradient_dtype: torch.dtype | None = None
 
     @staticmethod
     def __new__(
@@ -167,18 +169,25 @@ class Float8Tensor(torch.Tensor):
         row = self.rowwise_data is not None, self.rowwise_global_scale_inv is not None
         col = self.columnwise_data is not None, self.columnwise_global_scale_inv is not None
         # compiled code calls this three times per weight and call, so the lists of names are made once
-        return _THERE[row + col], (self.rowwise_format, self.columnwise_format, self.dtype)
+        return _THERE[row + col], (
+            self.rowwise_format,
+            self.columnwise_format,
+            self.dtype,
+            self.gradient_dtype,
+        )
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> "Float8Tensor":
-        rowwise_format, columnwise_format, dtype = context
+        rowwise_format, columnwise_format, dtype, gradient_dtype = context
         row, col = (
             None if format is None else Operand.of(format, *(inner[n] for n in names if n in inner))
             for names, format in ((_BUFFERS[:3], rowwise_format), (_BUFFERS[3:], columnwise_format))
         )
-        return Float8Tensor(row, col, dtype, outer_size[:-1])
+        made = Float8Tensor(row, col, dtype, outer_size[:-1])
+        made.gradient_dtype = gradient_dtype
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # Formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one.

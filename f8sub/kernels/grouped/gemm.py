@@ -135,6 +135,7 @@ class GroupedBackend(NamedTuple):
         weights: over the tokens of each expert.
         multiple: groups that are summed over begin at multiples of it.
         adds: whether ``rows`` takes a matrix that it adds to its rounded result, past its other arguments.
+        rounds: whether results are made in bfloat16 alone.
     """
 
     why_not: Callable[[Float8Format, Float8Format, torch.device], str | None]
@@ -142,6 +143,7 @@ class GroupedBackend(NamedTuple):
     weights: OverRows
     multiple: int = 1
     adds: bool = False
+    rounds: bool = False
 
 
 def _why_not_scaled(a: Float8Format, b: Float8Format, device: torch.device) -> str | None:
@@ -247,7 +249,7 @@ def _dequantized_weights(
 
 
 TRITON = GroupedBackend(why_not_triton, _triton_rows, _triton_weights, TRITON_MULTIPLE, adds=True)
-SCALED = GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE)
+SCALED = GroupedBackend(_why_not_scaled, _scaled_rows, _scaled_weights, MULTIPLE, rounds=True)
 DEQUANTIZE = GroupedBackend(lambda a, b, device: None, _dequantized_rows, _dequantized_weights)
 
 GemmNt = Callable[[Operand, Operand, torch.dtype, bool], torch.Tensor]

@@ -1103,14 +1103,16 @@ def _group_in_place(default: Any) -> Any:
             """Have layers give gradients as they are reduced, where those are reduced where they lie."""
             # For good, because compiled code is compiled for each dtype. Sums over micro-batches cost more in float32.
             self.sums = self.sums or not self.reduce_grads
-            dtype = None if self.sums else self._dtype_in_place
+            dtype = self._dtype_in_place
+            if self.sums:
+                dtype = None
             if dtype is self.gradient_dtype:
                 return
             self.gradient_dtype = dtype
             for param in self.fsdp_params:
                 # A DTensor's gradient would be rounded on its way.
-                if hasattr(param.unsharded_param, "gradient_dtype"):
-                    param.unsharded_param.gradient_dtype = dtype
+                if hasattr(weight := param.unsharded_param, "gradient_dtype") and weight.dtype != dtype:
+                    weight.gradient_dtype = dtype
 
         @functools.cached_property
         def _dtype_in_place(self) -> torch.dtype | None:
@@ -1368,11 +1370,13 @@ class _InputBuffer(torch.Tensor):
 
     Attributes:
         held: what is in it.
+        takes_unrounded: gradients that are not rounded yet leave operators to this class.
     """
 
     __torch_function__ = no_torch_function
 
     held: _Input
+    takes_unrounded = True
 
     @staticmethod
     def __new__(

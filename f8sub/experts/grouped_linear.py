@@ -473,8 +473,9 @@ class _TracedGated(GatedMatmul):
 def _grouped_node(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, key: str, dtype: torch.dtype, transposed: bool
 ) -> torch.Tensor:
-    """Multiply by a weight of float8 data: dynamo can neither look into what ``to_local`` returns of one, nor make the
-    gradient of one that is not rounded yet.
+    """Multiply by a weight of float8 data: dynamo can make no gradient of it that is not rounded yet.
+
+    Nor can it look into what ``to_local`` returns of one.
     """
     with compiling():
         call = GroupedCall(Plan.made[key], dtype, transposed)
@@ -798,18 +799,18 @@ def prepared(
     if plan is not None and plan.recipe.scaling is not None:
         sources = _sources_of(module, owner, plan.recipe, weight)
     given, weight = weight, local_part(weight)
-    is_closed = torch.compiler.is_compiling() and isinstance(weight, Float8Tensor)
-    whole = given if is_closed else None
     _check(owner, x, weight, offs, transposed)
     groups = Groups.of(ends_of(offs), len(x))
     if plan is None:
-        return Prepared(owner, module, weight, groups, None, whole)
+        return Prepared(owner, module, weight, groups, None, None)
     if isinstance(weight, Transposed) or not (weight.is_contiguous() or isinstance(weight, Float8Tensor)):
         # As it is stored, where codes of it are kept or were gathered.
         weight, transposed = _transposed_back(module, weight), not transposed
     if module is not None and module._f8sub.needed is not None:
         module._f8sub.needed.compare(x, weight)
     call = GroupedCall(plan, autocast_dtype(x.device.type) or x.dtype, transposed, sources)
+    is_closed = torch.compiler.is_compiling() and isinstance(weight, Float8Tensor)
+    whole = (given if is_dtensor(given) else weight) if is_closed else None
     return Prepared(owner, module, weight, groups, call, whole)
 
 

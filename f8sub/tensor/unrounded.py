@@ -1,8 +1,8 @@
 """UnroundedGradient: a gradient in bfloat16 that keeps its values in float32 until something reads it.
 
-Autograd wants the gradient of a weight in the weight's dtype, which under FSDP2 is bfloat16, and FSDP2 reduces gradients
-in float32. Rounded for autograd, a gradient would be written, read and written again before it is reduced. A product in
-float8 makes it in float32 as fast, so it is kept as that, and the reduction reads it where the product wrote it.
+Autograd wants the gradient of a weight in the weight's dtype, which under FSDP2 is bfloat16. FSDP2 reduces gradients in
+float32. Rounded for autograd, a gradient would be written, read and written again before it is reduced. Products in
+float8 make it in float32, so it stays what they made, and the reduction reads it where they wrote it.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,6 +58,8 @@ class UnroundedGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(getattr(kind, "takes_unrounded", False) for kind in types):
+            return NotImplemented  # torch asks that class next
         if func in _SAME:
             same = UnroundedGradient(func(args[0].exact, *args[1:], **kwargs), args[0].dtype)
             return return_and_correct_aliasing(func, args, kwargs, same)

@@ -67,15 +67,13 @@ class UnroundedGradient(torch.Tensor):
             made = func(args[0].exact, **kwargs)
             return UnroundedGradient(made, args[0].dtype) if kwargs.get("dtype") is None else made
         if func is aten.add.Tensor and args[0].dtype is getattr(args[1], "dtype", None):
-            return UnroundedGradient(func(*map(exact, args), **kwargs), args[0].dtype)
+            return UnroundedGradient(func(*map(exact, args), **kwargs), torch.result_type(*args))
         written = describe(func).written
         places = {place for each in written for place in each}
         read = exact if func is aten.add_.Tensor else _rounded
-        given, named = (
-            {place: _with(exact if place in places else read, value) for place, value in values}
-            for values in (enumerate(args), kwargs.items())
-        )
-        found = func(*given.values(), **named)
+        given = [_with(exact if at in places else read, value) for at, value in enumerate(args)]
+        named = {name: _with(exact if name in places else read, value) for name, value in kwargs.items()}
+        found = func(*given, **named)
         # An operator that writes to a gradient returns it.
         return args[0] if written and isinstance(args[0], UnroundedGradient) else found
 

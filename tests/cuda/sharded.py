@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import f8sub
+from f8sub.linear import float8_linear
 from f8sub.torch_compat import fsdp_params, module_of
 from f8sub.weights import exchange
 from tests.data_sets import gaussian, generator
 from tests.kernels.products import bits
 from tests.models import BF16, float8_layers, precompute, shard, transformer
 from tests.weights.ranks.test_losses import SPREAD, optimizer_of
+from tests.weights.ranks.test_reduce_in_place import side_by_side
 
 STEPS, BATCH, WIDTH, CLASSES = 6, 8, 32, 11
 
@@ -68,18 +70,36 @@ def losses_on_and_off(rank: int, world: int, recipe: str) -> tuple[list[float], 
 def losses_in_place(rank: int, world: int, recipe: str, replayed: bool) -> tuple[list[float], list[float]]:
     """Losses of weights that are gathered where they are read, blocks one ahead, and of those that FSDP2 copies."""
     found = []
-    for in_place in (True, False):
-        model = shard(model_on_gpu(recipe), BF16)
-        for block, following in itertools.pairwise(model.blocks):
-            block.set_modules_to_forward_prefetch([following])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-        how = contextlib.nullcontext() if in_place else mock.patch.object(exchange, "gather_in_place")
-        with how:
-            found.append(_losses_of_a_graph_step(model, optimizer, rank, warmup=3 if replayed else 10**6))
-        modules = set(model.modules())
-        groups = [group for group, param in fsdp_params() if module_of(param) in modules]
-        assert {hasattr(group._all_gather_comm, "places") for group in groups} == {in_place}
+    # FSDP2's copies are of gradients in bf16.
+    with mock.patch.object(float8_linear, "dtype_of_gradient", lambda weight: weight.dtype):
+        for in_place in (True, False):
+            how = contextlib.nullcontext() if in_place else mock.patch.object(exchange, "gather_in_place")
+            with how:
+                losses, groups = _losses_of_a_prefetching_model(recipe, replayed, rank)
+            assert {hasattr(group._all_gather_comm, "places") for group in groups} == {in_place}
+            found.append(losses)
     return tuple(found)
+
+
+def losses_reduced_in_place(rank: int, world: int, recipe: str, replayed: bool) -> tuple[list[float], ...]:
+    """Losses of gradients that are reduced where they lie; copied into one input; and rounded to bf16."""
+    rounding = mock.patch.object(float8_linear, "dtype_of_gradient", lambda weight: weight.dtype)
+    found = []
+    for how in (contextlib.nullcontext(), side_by_side(), rounding):
+        with how:
+            found.append(_losses_of_a_prefetching_model(recipe, replayed, rank)[0])
+    return tuple(found)
+
+
+def _losses_of_a_prefetching_model(recipe: str, replayed: bool, rank: int) -> tuple[list[float], list]:
+    """And its groups of parameters."""
+    model = shard(model_on_gpu(recipe), BF16)
+    for block, following in itertools.pairwise(model.blocks):
+        block.set_modules_to_forward_prefetch([following])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    losses = _losses_of_a_graph_step(model, optimizer, rank, warmup=3 if replayed else 10**6)
+    modules = set(model.modules())
+    return losses, [group for group, param in fsdp_params() if module_of(param) in modules]
 
 
 def _losses_of_a_graph_step(model: nn.Module, optimizer, rank: int, *, warmup: int) -> list[float]:

@@ -44,6 +44,15 @@ def test_gathers_in_place(on_gpus, recipe, replayed):
         assert in_place == copied
 
 
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+@on_each_recipe
+def test_reductions_in_place(on_gpus, recipe, replayed):
+    for in_place, copied, rounded in on_gpus(sharded.losses_reduced_in_place, recipe, replayed):
+        assert in_place == copied
+        assert in_place != rounded
+        assert in_place == pytest.approx(rounded, rel=2e-2)
+
+
 def test_cpu_offload(on_gpus):
     for offloaded, resident in on_gpus(sharded.offloaded_losses, "tensorwise"):
         assert offloaded == pytest.approx(resident, rel=1e-3)

@@ -216,17 +216,26 @@ def add(total, partial, a_scale, b_scale, A: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def store(out_ptr, added_ptr, total, row, col, M, N):
-    """Store the sums of (64, 64) that lie within the matrix; eight neighbours per thread.
+    """Store the sums of (64, 64) that lie within the matrix; 16 bytes of neighbours per thread.
 
     Unless its pointer is None, another matrix is added to the rounded sums, and the result is rounded.
     """
-    NEIGHBOURS: gl.constexpr = gl.DistributedLinearLayout(
+    OF_2_BYTES: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, 64],
     )
+    OF_4_BYTES: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+    # Threads that leave half of 32 bytes to another store have the memory write them twice.
+    NEIGHBOURS: gl.constexpr = OF_4_BYTES if out_ptr.dtype.element_ty.primitive_bitwidth == 32 else OF_2_BYTES
     rounded = gl.convert_layout(total.to(out_ptr.dtype.element_ty), NEIGHBOURS)
     i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, NEIGHBOURS))
     j = col + gl.arange(0, 64, layout=gl.SliceLayout(0, NEIGHBOURS))

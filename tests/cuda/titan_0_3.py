@@ -1,7 +1,4 @@
-"""torchtitan 0.3 on GPUs and NCCL: ``torchrun -m tests.cuda.titan_0_3 FOLDER`` trains each job of FOLDER/jobs.json.
-
-What torch before 2.14 lacks that torchtitan imports is put in its place.
-"""
+"""torchtitan 0.3 on GPUs and NCCL: ``torchrun -m tests.cuda.titan_0_3 FOLDER`` trains each job of FOLDER/jobs.json."""
 
 import json
 import os
@@ -10,22 +7,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.integrations.torchtitan import older_torch  # noqa: F401  (before torchtitan, which imports what it adds)
+
+# isort: split
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp
-from torch.distributed.distributed_c10d import _set_pg_timeout
-
-if not hasattr(
-    torch.distributed.fsdp, "DataParallelMeshDims"
-):  # a type of spmd_types, which partial_dtensor is not
-
-    class DataParallelMeshDims:
-        """A name to import."""
-
-    torch.distributed.fsdp.DataParallelMeshDims = DataParallelMeshDims
-if not hasattr(dist, "set_timeout"):
-    dist.set_timeout = lambda timeout, group=None: _set_pg_timeout(timeout, group)
-
 import torchtitan.trainer
 from torchtitan.distributed import cudagraph
 from torchtitan.tools.logging import init_logger

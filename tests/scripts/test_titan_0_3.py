@@ -28,6 +28,7 @@ DEEPSEEK = (
 )
 ON_RANKS = "--experts", "16", "--experts-on", "2"
 SHORT = ("--tokens", "128", "--sequences", "2", "--skip", "1", "--steps", "1")
+FAILS = 'f8sub:{"recipe_name":"none"}'
 CASES = [
     ((*LLAMA, "--no-compile"), "selective", "2 dense"),
     ((*QWEN, "--no-compile"), "full", "2 of 8 experts"),
@@ -69,23 +70,32 @@ def test_of_leading_dense_layers_one_is_left(experts: list[int], number: int, fo
     assert titan_0_3.layers_in_words(layers) == found
 
 
-@pytest.mark.long
-@pytest.mark.skipif(runs.installed() != "0.3", reason=f"of torchtitan 0.3, here is {runs.installed()}")
-@pytest.mark.parametrize(("model", "checkpoints", "layers"), CASES)
-def test_it_trains_on_cpus(tmp_path: Path, model: tuple[str, ...], checkpoints: str, layers: str):
-    figures = tmp_path / "figures.json"
-    by = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    ours = 'f8sub:{"emulate":true,"experts":true}'
-    arms = "bf16", ours, 'f8sub:{"recipe_name":"none"}'
-    options = *model, *SHORT, "--ac", checkpoints, "--json", str(figures)
-    done = subprocess.run(
-        [*by, "-m", "tests.scripts.titan_0_3_on_cpus", *options, *arms],
+def on_cpus(folder: Path, processes: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """The benchmark as torchrun runs it."""
+    by = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)
+    return subprocess.run(
+        [*by, "-m", "tests.scripts.titan_0_3_on_cpus", *SHORT, *options],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)},
         check=False,
     )
+
+
+of_0_3 = pytest.mark.skipif(
+    runs.installed() != "0.3", reason=f"of torchtitan 0.3, here is {runs.installed()}"
+)
+
+
+@pytest.mark.long
+@of_0_3
+@pytest.mark.parametrize(("model", "checkpoints", "layers"), CASES)
+def test_it_trains_on_cpus(tmp_path: Path, model: tuple[str, ...], checkpoints: str, layers: str):
+    figures = tmp_path / "figures.json"
+    ours = 'f8sub:{"emulate":true,"experts":true}'
+    arms = "bf16", ours, FAILS
+    done = on_cpus(tmp_path, 2, *model, "--ac", checkpoints, "--json", str(figures), *arms)
     assert done.returncode == 0, done.stderr[-3000:]
     bf16, f8sub, failed = (json.loads(line) for line in figures.read_text().splitlines())
     assert (bf16["arm"], f8sub["arm"]) == ("bf16", ours)
@@ -94,3 +104,12 @@ def test_it_trains_on_cpus(tmp_path: Path, model: tuple[str, ...], checkpoints: 
     assert bf16["tokens_per_second"] == pytest.approx(256e3 / bf16["step_ms"])
     assert 0 < abs(f8sub["loss"] - bf16["loss"]) < 0.05
     assert "none" in failed["error"]
+
+
+@pytest.mark.long
+@of_0_3
+def test_it_fails_where_no_arm_runs(tmp_path: Path):
+    done = on_cpus(tmp_path, 1, *LLAMA, FAILS)
+    assert done.returncode == 1
+    assert "none" in done.stdout
+    assert "no arm ran" in done.stderr

@@ -8,16 +8,12 @@ Importing this changes what torchtitan believes the device to be: nothing import
 from pathlib import Path
 from typing import Any
 
-from tests.integrations.torchtitan import gloo  # first: it sets what the others read when they are imported
+from tests.integrations.torchtitan import gloo, older_torch  # noqa: F401  (set what the others read when imported)
 
 # isort: split
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torchtitan.tools import utils
 
 utils.device_type, utils.device_module = "cpu", gloo.CpuDevice("cpu_device")
-if not hasattr(dist, "set_timeout"):  # torch before 2.14 has it under another name
-    dist.set_timeout = lambda timeout, group=None: _set_pg_timeout(timeout, group)
 
 import torchtitan.train  # noqa: E402
 import torchtitan.trainer  # noqa: E402

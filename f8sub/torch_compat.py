@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -1078,8 +1078,7 @@ def _group_in_place(default: Any) -> Any:
 
     class FSDPParamGroup(default):  # type: ignore[misc]
         casts: Around
-        in_own_forward = False
-        sums = False
+        in_own_forward = accumulates = False
         gradient_dtype: torch.dtype | None = None
 
         def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -1087,43 +1086,17 @@ def _group_in_place(default: Any) -> Any:
             if self.comm_ctx not in _in_place:
                 _in_place.add(self.comm_ctx)
                 groups = {id(group): group for group, _ in fsdp_params() if group.comm_ctx is self.comm_ctx}
-                by = getattr(self._reduce_scatter_comm, "by", None)
+                copy = getattr(self._reduce_scatter_comm, "copies_by", None)
                 for group in groups.values():
                     _gather_in_place(group, self.casts)
-                    if by is not None:
-                        _copy_gradients_by(by, group)
+                    if copy is not None:
+                        _copy_gradients_by(copy, group)
             self.in_own_forward = True
             try:
                 return super().pre_forward(*args, **kwargs)
             finally:
                 self.in_own_forward = False
-                self._choose_gradients()
-
-        def _choose_gradients(self) -> None:
-            """Have layers give gradients as they are reduced, where those are reduced where they lie."""
-            # For good, because compiled code is compiled for each dtype. Sums over micro-batches cost more in float32.
-            self.sums = self.sums or not self.reduce_grads
-            dtype = self._dtype_in_place
-            if self.sums:
-                dtype = None
-            if dtype is self.gradient_dtype:
-                return
-            self.gradient_dtype = dtype
-            for param in self.fsdp_params:
-                # A DTensor's gradient would be rounded on its way.
-                if hasattr(weight := param.unsharded_param, "gradient_dtype") and weight.dtype != dtype:
-                    weight.gradient_dtype = dtype
-
-        @functools.cached_property
-        def _dtype_in_place(self) -> torch.dtype | None:
-            comm, among = self._reduce_scatter_comm, shard_ranks(self)
-            ranks = 1 if among is None else among.size()
-            divides = not any(param._orig_size[0] % ranks for param in self.fsdp_params)
-            if not hasattr(comm, "by") or ranks == 1 or not divides:
-                return None
-            comm.is_in_place = True
-            dtype = reduce_dtype(self)
-            return dtype if dtype == torch.float32 else None
+                self.gradient_dtype = _gradients_chosen(self)
 
         def unshard(self, async_op: bool = False) -> None:
             with self.around():
@@ -1168,6 +1141,25 @@ def _group_in_place(default: Any) -> Any:
                         param.free_unsharded_param()
 
     return FSDPParamGroup
+
+
+def _gradients_chosen(group: Any) -> torch.dtype | None:
+    """Have the layers of a group that reduces gradients where they lie give them in that dtype, and return it."""
+    # For good, because compiled code is compiled for each dtype. Sums over micro-batches cost more in float32.
+    group.accumulates = group.accumulates or not group.reduce_grads
+    comm = group._reduce_scatter_comm
+    dtype = None
+    if hasattr(comm, "copies_by"):
+        among = shard_ranks(group)
+        ranks = 1 if among is None else among.size()
+        comm.is_in_place = ranks > 1 and not any(param._orig_size[0] % ranks for param in group.fsdp_params)
+        if comm.is_in_place and not group.accumulates and reduce_dtype(group) == torch.float32:
+            dtype = torch.float32
+    if dtype is not group.gradient_dtype:
+        for param in group.fsdp_params:
+            if hasattr(weight := param.unsharded_param, "gradient_dtype") and weight.dtype != dtype:
+                weight.gradient_dtype = dtype
+    return dtype
 
 
 def _is_cast(param: Any) -> bool:
@@ -1229,48 +1221,40 @@ class Places(torch.Tensor):
 _COPY_OUT = "fsdp::split_with_sizes_copy"
 
 
-class Gradients(NamedTuple):
-    """Says how gradients come to the memory that is reduced.
-
-    Attributes:
-        copy: copies them as ``chunk_cat`` does along dimension 0 into (ranks, elements of a rank), or returns False.
-        exact: returns the values of one that may not be rounded to its dtype yet.
-    """
-
-    copy: Callable[[Sequence[torch.Tensor], torch.Tensor], bool]
-    exact: Callable[[torch.Tensor], torch.Tensor]
+Copy = Callable[[Sequence[torch.Tensor], torch.Tensor], bool]
+"""Copies gradients as ``chunk_cat`` does along dimension 0 into (ranks, elements of a rank), or returns False."""
 
 
 def copy_gradients(
-    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool], by: Gradients
+    weights: Iterable[tuple[torch.nn.Module, str]], takes: Callable[[torch.device], bool], copy: Copy
 ) -> None:
-    """Have FSDP2 copy the gradients that it reduces with those of ``weights``, and all else as before.
+    """Have FSDP2 copy the gradients that it reduces with those of ``weights`` by ``copy``, and all else as before.
 
     FSDP2 asks its reduce-scatter for a flat input, copies gradients into it by one of ``CHUNK_CATS``, asks for the
     output and has the one reduced into the other. A group keeps a reduce-scatter that is not torch's own, and each
     keeps its own where torch's FSDP2 is not as ``REDUCTION`` has it.
 
     Groups that ``gather_in_place`` reduce gradients where they lie, with no copy, if most of them are of the dtype that
-    they are reduced in.
+    they are reduced in. One that is not rounded to its dtype yet has its values in an attribute ``exact``.
 
     Args:
         weights: modules and names of parameters, each of which FSDP2 shards or does not.
         takes: whether gradients on a device are copied so.
-        by: see ``Gradients``.
+        copy: see ``Copy``.
     """
     if problems(REDUCTION):
         return
     for group, _ in parameter_groups(dict.fromkeys(weights)):
         if takes(group.device):
-            _copy_gradients_by(by, group)
+            _copy_gradients_by(copy, group)
 
 
-def _copy_gradients_by(by: Gradients, group: Any) -> None:
+def _copy_gradients_by(copy: Copy, group: Any) -> None:
     comm, is_default = reduce_scatter_of(group)
-    if is_default and not hasattr(comm, "by"):
+    if is_default and not hasattr(comm, "copies_by"):
         default: Any = type(comm)
         group._reduce_scatter_comm = _copying(default)()
-        group._reduce_scatter_comm.by = by
+        group._reduce_scatter_comm.copies_by = copy
 
 
 @functools.cache
@@ -1279,7 +1263,7 @@ def _copying(default: Any) -> Any:
 
     # By the name and the class, code that looks for torch's own finds that.
     class DefaultReduceScatter(default):  # type: ignore[misc]
-        by: Gradients
+        copies_by: Copy
         is_filled = is_in_place = False
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -1335,7 +1319,7 @@ class _Input:
     def fill(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype, ranks: int) -> None:
         """Take gradients that FSDP2 has cut along dimension 0."""
         # Gradients of another dtype are copied in any case.
-        exact = list(map(self.comm.by.exact, gradients))
+        exact = [getattr(gradient, "exact", gradient) for gradient in gradients]
         there = sum(each.numel() for each in exact if each.dtype == dtype)
         lie = all(each.is_contiguous() and each.dim() and each.shape[0] % ranks == 0 for each in exact)
         if self.comm.is_in_place and lie and 2 * there >= sum(map(torch.Tensor.numel, exact)):
@@ -1344,7 +1328,7 @@ class _Input:
             self._copy(exact, self.memory.view(ranks, -1))
 
     def _copy(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        if not self.comm.by.copy(gradients, out):
+        if not self.comm.copies_by(gradients, out):
             dtypes = {gradient.dtype for gradient in gradients}
             uniform = gradients if len(dtypes) == 1 else [each.to(out.dtype) for each in gradients]
             chunk_cat(uniform, len(out), out)

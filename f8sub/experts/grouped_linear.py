@@ -58,8 +58,7 @@ from f8sub.linear.float8_linear import Float8Matmul, sources_of
 from f8sub.linear.saved_input import AUTO
 from f8sub.linear.shared_input import cast_or_share, ends_of, sharing_tokens
 from f8sub.recipe import Recipe, get_recipe
-from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.unrounded import as_gradient, dtype_of_gradient
+from f8sub.tensor.float8_tensor import Float8Tensor, UnroundedGradient
 from f8sub.torch_compat import (
     apply,
     autocast_dtype,
@@ -589,13 +588,17 @@ def _formats_of_dy(
 
 
 def _dtype_of_gradient(w: torch.Tensor, call: GroupedCall) -> torch.dtype:
+    backend = call.plan.wgrad
     # A transposed one is copied in any case, and rounded there.
-    rounds = call.transposed or (call.plan.wgrad is not None and GROUPED[call.plan.wgrad].rounds)
-    return w.dtype if rounds else dtype_of_gradient(w)
+    if backend is None or GROUPED[backend].rounds or call.transposed or not isinstance(w, Float8Tensor):
+        return w.dtype
+    return w.wgrad_dtype
 
 
 def _gradient_as_stored(dw: torch.Tensor, w: torch.Tensor, call: GroupedCall) -> torch.Tensor:
-    return dw.transpose(1, 2) if call.transposed else as_gradient(dw, w.dtype)
+    if call.transposed:
+        return dw.transpose(1, 2)
+    return dw if dw.dtype == w.dtype else UnroundedGradient(dw, w.dtype)
 
 
 @untraced

@@ -39,8 +39,7 @@ from f8sub.linear.dtensor import Places, place
 from f8sub.linear.saved_input import GemmInput, Kept, cast_x, x_columnwise
 from f8sub.linear.shared_input import Call
 from f8sub.recipe import GemmSpec, Recipe
-from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.tensor.unrounded import as_gradient, dtype_of_gradient
+from f8sub.tensor.float8_tensor import Float8Tensor, UnroundedGradient
 from f8sub.torch_compat import (
     apply,
     autocast_dtype,
@@ -84,7 +83,7 @@ class Float8Matmul(torch.autograd.Function):
         if isinstance(w, MasterWeight) and not sources.distributed:
             ctx.w_row = last_cast(w, plan.recipe.fprop.b, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.dtype_of_dw = dtype_of_gradient(w)
+        ctx.dtype_of_dw = w.wgrad_dtype if isinstance(w, Float8Tensor) else w.dtype
         return y
 
     @staticmethod
@@ -118,7 +117,8 @@ class Float8Matmul(torch.autograd.Function):
             # dw (N, K) = dy.t() (N, M) @ x (M, K)
             x_col = x_columnwise(saved, ctx.kept, ctx.call, after)
             made_as = w.dtype if dy_col is None else ctx.dtype_of_dw
-            dw = as_gradient(gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, made_as), w.dtype)
+            dw = gemm(plan.wgrad, recipe.wgrad, dy_col or matrix.t(), x_col, made_as)
+            dw = dw if made_as == w.dtype else UnroundedGradient(dw, w.dtype)
         if need_dbias:
             # Of dy as it came: a sum over codes would add up what each of them was rounded by.
             dbias = matrix.sum(0, dtype=ctx.bias_dtype)

@@ -1,4 +1,12 @@
-"""Float8Tensor: a matrix quantized for one or both of the directions a GEMM can contract it in."""
+"""Float8Tensor: a matrix quantized for one or both of the directions a GEMM can contract it in.
+
+UnroundedGradient: the gradient of a weight, in bfloat16, whose values stay in float32 until something reads them.
+
+[Note: unrounded gradients] Autograd wants the gradient of a weight in the weight's dtype, which under FSDP2 is
+bfloat16. FSDP2 reduces gradients in float32. Rounded for autograd, a gradient would be written, read and written again
+before it is reduced. Products in float8 make it in float32, so it stays what they made, and the reduction reads it
+where they wrote it.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import compress, product
@@ -10,7 +18,7 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, present, why_not_derivable
 from f8sub.kernels import cuda, reference
 from f8sub.tensor.op_schema import describe
-from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing
+from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing, tree_map_only
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -95,6 +103,14 @@ class Float8Tensor(torch.Tensor):
         if self.columnwise_format is None:
             return None
         return Operand(*(getattr(self, f"columnwise_{part}") for part in Operand._fields))
+
+    @property
+    def wgrad_dtype(self) -> torch.dtype:
+        """The dtype in which a product in float8 makes the gradient of this weight, see ``UnroundedGradient``."""
+        # Dynamo traces no tensor of a class that it has not seen as an input.
+        if self.gradient_dtype is None or torch.compiler.is_dynamo_compiling():
+            return self.dtype
+        return self.gradient_dtype
 
     def dequantize(self) -> torch.Tensor:
         """Return high-precision values, of its shape in ``dtype``; from the rowwise data where both are there.
@@ -282,3 +298,78 @@ def _view_of_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return OPS[ANY_OTHER](func, args, kwargs)
     out = tensor.map_buffers(aten.alias.default, leading=viewed.shape[:-1])
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+_SAME = aten.detach.default, aten.alias.default, aten.clone.default
+
+
+class UnroundedGradient(torch.Tensor):
+    """A gradient of ``dtype`` to all that looks at it. Sums of gradients, and casts to float32, do not round it.
+
+    Attributes:
+        exact: the values, in float32.
+    """
+
+    __torch_function__ = no_torch_function
+
+    exact: torch.Tensor
+
+    @staticmethod
+    def __new__(
+        cls: type["UnroundedGradient"], exact: torch.Tensor, dtype: torch.dtype
+    ) -> "UnroundedGradient":
+        """Wrap values of another dtype than ``dtype``."""
+        self: UnroundedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, exact.shape, strides=exact.stride(), dtype=dtype, device=exact.device
+        )
+        self.exact = exact
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["exact"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: torch.dtype, outer_size: Sequence[int], outer_stride: Any
+    ) -> "UnroundedGradient":
+        return UnroundedGradient(inner["exact"], context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UnroundedGradient({tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(getattr(kind, "takes_unrounded", False) for kind in types):
+            return NotImplemented  # torch asks that class next
+        if func in _SAME:
+            same = UnroundedGradient(func(args[0].exact, *args[1:], **kwargs), args[0].dtype)
+            return return_and_correct_aliasing(func, args, kwargs, same)
+        if func is aten._to_copy.default:
+            made = func(args[0].exact, **kwargs)
+            return UnroundedGradient(made, args[0].dtype) if kwargs.get("dtype") is None else made
+        if func is aten.add.Tensor and args[0].dtype is getattr(args[1], "dtype", None):
+            return UnroundedGradient(func(*map(exact, args), **kwargs), torch.result_type(*args))
+        written = describe(func).written
+        places = {place for each in written for place in each}
+        read = exact if func is aten.add_.Tensor else _rounded
+        given = [_with(exact if at in places else read, value) for at, value in enumerate(args)]
+        named = {name: _with(exact if name in places else read, value) for name, value in kwargs.items()}
+        found = func(*given, **named)
+        # An operator that writes to a gradient returns it.
+        return args[0] if written and isinstance(args[0], UnroundedGradient) else found
+
+
+def exact(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's values without a rounding that is still to come."""
+    return gradient.exact if isinstance(gradient, UnroundedGradient) else gradient
+
+
+def _with(values: Callable[[torch.Tensor], torch.Tensor], given: Any) -> Any:
+    return tree_map_only(UnroundedGradient, values, given)
+
+
+def _rounded(gradient: torch.Tensor) -> torch.Tensor:
+    return exact(gradient).to(gradient.dtype)

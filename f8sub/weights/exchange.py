@@ -40,9 +40,7 @@ import torch.distributed as dist
 from f8sub.capture import current_capture, is_capturing
 from f8sub.errors import Float8ConfigError, Float8NumericsError, Float8Warning
 from f8sub.kernels import chunk_cat
-from f8sub.tensor.unrounded import exact
 from f8sub.torch_compat import (
-    Gradients,
     after_reductions,
     copy_gradients,
     gather_in_place,
@@ -159,7 +157,7 @@ class Exchange:
         self._watched.update(new)
         after_reductions({(record.module, record.name): opens for record in new})
         weights = [(record.module, record.name) for record in new]
-        copy_gradients(weights, chunk_cat.runs_on, Gradients(chunk_cat.copied, exact))
+        copy_gradients(weights, chunk_cat.runs_on, chunk_cat.copied)
         # Gloo gathers on the host, which hides nothing.
         gather_in_place(weights, takes=lambda device: device.type == "cuda", casts=large_casts.around)
 

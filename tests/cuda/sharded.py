@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import f8sub
-from f8sub.linear import float8_linear
+from f8sub.tensor.float8_tensor import Float8Tensor
 from f8sub.torch_compat import fsdp_params, module_of
 from f8sub.weights import exchange
 from tests.data_sets import gaussian, generator
@@ -67,11 +67,16 @@ def losses_on_and_off(rank: int, world: int, recipe: str) -> tuple[list[float], 
     return tuple(found)
 
 
+def rounding() -> contextlib.AbstractContextManager:
+    """Layers round the gradients of gathered weights to bf16."""
+    return mock.patch.object(Float8Tensor, "wgrad_dtype", property(lambda weight: weight.dtype))
+
+
 def losses_in_place(rank: int, world: int, recipe: str, replayed: bool) -> tuple[list[float], list[float]]:
     """Losses of weights that are gathered where they are read, blocks one ahead, and of those that FSDP2 copies."""
     found = []
     # FSDP2's copies are of gradients in bf16.
-    with mock.patch.object(float8_linear, "dtype_of_gradient", lambda weight: weight.dtype):
+    with rounding():
         for in_place in (True, False):
             how = contextlib.nullcontext() if in_place else mock.patch.object(exchange, "gather_in_place")
             with how:
@@ -83,9 +88,8 @@ def losses_in_place(rank: int, world: int, recipe: str, replayed: bool) -> tuple
 
 def losses_reduced_in_place(rank: int, world: int, recipe: str, replayed: bool) -> tuple[list[float], ...]:
     """Losses of gradients that are reduced where they lie; copied into one input; and rounded to bf16."""
-    rounding = mock.patch.object(float8_linear, "dtype_of_gradient", lambda weight: weight.dtype)
     found = []
-    for how in (contextlib.nullcontext(), side_by_side(), rounding):
+    for how in (contextlib.nullcontext(), side_by_side(), rounding()):
         with how:
             found.append(_losses_of_a_prefetching_model(recipe, replayed, rank)[0])
     return tuple(found)

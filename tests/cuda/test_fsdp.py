@@ -47,9 +47,11 @@ def test_gathers_in_place(on_gpus, recipe, replayed):
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
 @on_each_recipe
 def test_reductions_in_place(on_gpus, recipe, replayed):
-    for in_place, copied, rounded in on_gpus(sharded.losses_reduced_in_place, recipe, replayed):
+    found = on_gpus(sharded.losses_reduced_in_place, recipe, replayed)
+    for in_place, copied, rounded in found:
         assert in_place == copied
-        assert in_place != rounded
+        # One rank reduces nothing, and products in high precision are as rounded as ever.
+        assert (in_place == rounded) == (len(found) == 1 or f8sub.get_recipe(recipe).wgrad.a is None)
         assert in_place == pytest.approx(rounded, rel=2e-2)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import f8sub
-from f8sub.tensor.unrounded import UnroundedGradient, as_gradient, dtype_of_gradient, exact
+from f8sub.tensor.float8_tensor import UnroundedGradient
 from tests.data_sets import gaussian, generator
 
 
@@ -90,20 +90,12 @@ def test_accumulation_of_autograd():
 
 
 def test_dtype_of_a_gradient():
-    plain, weight = (
-        torch.zeros(16, 16).bfloat16(),
-        f8sub.quantize(gaussian((16, 16), generator(0)).bfloat16(), "tensorwise"),
-    )
-    assert dtype_of_gradient(plain) == dtype_of_gradient(weight) == torch.bfloat16
+    weight = f8sub.quantize(gaussian((16, 16), generator(0)).bfloat16(), "tensorwise")
+    assert weight.wgrad_dtype == torch.bfloat16
     weight.gradient_dtype = torch.float32
-    assert dtype_of_gradient(weight) == torch.float32
+    assert weight.wgrad_dtype == torch.float32
     # Values that were made of it have gradients of their own.
-    assert dtype_of_gradient(weight.detach()) == torch.bfloat16
-    assert as_gradient(plain, torch.bfloat16) is plain
-    assert exact(plain) is plain
-    wrapped = as_gradient(plain.float(), torch.bfloat16)
-    assert type(wrapped) is UnroundedGradient
-    assert exact(wrapped).dtype == torch.float32
+    assert weight.detach().wgrad_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -200,7 +200,7 @@ def after_what_failed(rank: int, world: int) -> None:
         for _ in range(2):
             fill(given := asked())
             assert type(given) is torch_compat._InputBuffer
-            assert torch.equal(given.plain, gradient.view(-1))
+            assert torch.equal(given.held.memory, gradient.view(-1))
             with mock.patch.object(default, "allocate", side_effect=MemoryError), pytest.raises(MemoryError):
                 asked()
         fill(asked())

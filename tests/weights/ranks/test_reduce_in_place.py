@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import f8sub
 from f8sub import torch_compat
-from f8sub.tensor.unrounded import UnroundedGradient, exact
+from f8sub.tensor.float8_tensor import UnroundedGradient
 from tests.data_sets import gaussian, generator
 from tests.experts.ranks import test_experts_sharded as experts_sharded
 from tests.models import (
@@ -35,7 +35,7 @@ from tests.wire import Wire
 FLAT, IN_PLACE = "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"
 EXPERTS = 4
 WAYS = [("plain", "tensorwise"), ("checkpointed", "tensorwise"), ("kept", "tensorwise")]
-WAYS += [("plain", recipe) for recipe in ("rowwise", "blockwise", "mxfp8", "delayed")]
+WAYS += [("plain", recipe) for recipe in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed")]
 COMPILERS = ["aot_eager", "inductor"]
 KINDS = [
     (experts_sharded.OwnExperts, False, 3),
@@ -52,8 +52,7 @@ def reduce_in_place(model: nn.Module) -> nn.Module:
     names = [
         (module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)
     ]
-    by = torch_compat.Gradients(lambda gradients, out: False, exact)
-    torch_compat.copy_gradients(names, lambda device: True, by)
+    torch_compat.copy_gradients(names, lambda device: True, lambda gradients, out: False)
     gather_in_place(model)
     return model
 

@@ -236,8 +236,8 @@ def group_of(
     whole = sum(product.elements for product in products if not product.frozen)
     if arm.reduction != FLOAT32:
         # ``copy_seconds`` counts the copy of a float32 reduction.
-        counted = seconds.OWN_COPY_IN if own else seconds.COPY_IN
-        copies += whole * (COPY_IN[arm.reduction] - counted) / gpu.copy
+        counted = sum(p.elements * seconds.copy_in(p, on_wire, own=own) for p in products if not p.frozen)
+        copies += (whole * COPY_IN[arm.reduction] - counted) / gpu.copy
     code = sum(product.elements * seconds.code_bytes(product, on_wire) for product in products)
     # Forward copies the gathered weights out of the buffer: one read and one write.
     copy_out = 2 * code / gpu.copy

@@ -131,6 +131,11 @@ OWN_COPY_IN = 6.0
 """The same by f8sub's kernel, of a model that it gathers in float8: 12.67 ms for the 8.03e9 elements of a Llama 3 8B,
 docs/measurements/several_gpus.md, "Weights gathered in place"."""
 
+UNROUNDED = 2.0
+"""The same of a weight that is gathered in float8, whose gradient is reduced where the product writes it: the bytes
+that float32 takes more than bf16. With 4 bytes fewer the 7e9 elements of a Llama 3 8B's blocks take 6.5 ms less, where
+6.8 were measured; docs/measurements/several_gpus.md, "Gradients reduced in place"."""
+
 OWN_COPIES_OUT = 1
 """Gathers of a step whose weights FSDP2 copies out, of such a model: forward's. For backward they are gathered where
 they are read."""
@@ -522,7 +527,6 @@ def copy_seconds(
         return Seconds()
     copies = 0.0
     copied_out = min(passes, OWN_COPIES_OUT) if own else passes
-    copy_in = OWN_COPY_IN if own else COPY_IN
     for product in products:
         code = code_bytes(product, recipe)
         whole, shard = product.elements, product.elements / run.shards
@@ -530,8 +534,15 @@ def copy_seconds(
         copies += whole * copied_out * 2 * code + shard * (4 + code + passes * 2 * code)
         copies += shard * 4 if code < 2 else 0
         if not product.frozen:
-            copies += whole * copy_in + shard * 8
+            copies += whole * copy_in(product, recipe, own=own) + shard * 8
     return Seconds(copies=copies / gpu.copy)
+
+
+def copy_in(product: Product, recipe: Recipe | None, *, own: bool) -> float:
+    """Return the bytes of a copy's speed that an element of a gradient takes on its way into the reduction."""
+    if not own:
+        return COPY_IN
+    return OWN_COPY_IN if wire_format(product, recipe) is None else UNROUNDED
 
 
 def rest_of(shapes: Shapes) -> tuple[Product, Product]:

@@ -100,7 +100,8 @@ def of_half() -> StepEstimate:
 def of_torchao(model: str, gpus: int, **options: Any) -> StepEstimate:
     """As ``predicted``, with FSDP2's own copies: f8sub's are not there for weights of torchao."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seconds, "OWN_COPY_IN", seconds.COPY_IN)
+        for name in ("OWN_COPY_IN", "UNROUNDED"):
+            patch.setattr(seconds, name, seconds.COPY_IN)
         patch.setattr(seconds, "OWN_COPIES_OUT", 2)
         return f8sub.estimate_step(load(model), gpus, sequence=8192, **options)
 

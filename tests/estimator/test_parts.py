@@ -163,7 +163,7 @@ def test_what_is_frozen_has_no_wgrad_no_reduction_and_no_optimizer():
         blocks, own = [each.blocks["blocks.0"] for each in (learning, shapes)], recipe is not None
         copied, fixed = (seconds.copy_seconds(block, recipe, H200, run, own=own) for block in blocks)
         elements = sum(product.elements for product in blocks[0])
-        copy_in = seconds.OWN_COPY_IN if own else seconds.COPY_IN
+        copy_in = seconds.UNROUNDED if own else seconds.COPY_IN
         assert copied.copies - fixed.copies == pytest.approx(elements * (copy_in + 8 / 2) / H200.copy)
     assert wire(shapes, None, run).reduced == 4 * shapes.learning / 2
     found = step_of(shapes, Arm(), cluster_of(H200, run), run)

@@ -1601,6 +1601,24 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def traced(function: type[torch.autograd.Function]) -> Any:
+    """Return ``function`` for a node that AOTAutograd runs: backward runs when nothing of the node does any more."""
+
+    class Traced(function):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> torch.Tensor:
+            with compiling():
+                found: torch.Tensor = function.forward(ctx, *args)
+                return found
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> Any:
+            with compiling():
+                return function.backward(ctx, dy)
+
+    return Traced
+
+
 def largest_over_ranks(values: torch.Tensor, group: Any) -> torch.Tensor:
     """The elementwise maximum over a group, as nodes of a graph that is traced."""
     require(TENSOR_PARALLELISM)

@@ -66,6 +66,7 @@ from f8sub.torch_compat import (
     compiling,
     constant_result,
     is_dtensor,
+    traced,
     untraced,
 )
 from f8sub.weights.master_weight import MasterWeight, rowwise_of
@@ -440,32 +441,7 @@ class GatedMatmul(torch.autograd.Function):
         return dx, None, None, None, dweights, None, ddown, *_pair(dinputs)
 
 
-class _TracedGrouped(GroupedMatmul):
-    """``GroupedMatmul`` in a node, whose backward runs when nothing of the node does any more."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        with compiling():
-            return GroupedMatmul.forward(ctx, *args)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with compiling():
-            return GroupedMatmul.backward(ctx, dy)
-
-
-class _TracedGated(GatedMatmul):
-    """``GatedMatmul`` likewise."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        with compiling():
-            return GatedMatmul.forward(ctx, *args)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with compiling():
-            return GatedMatmul.backward(ctx, dy)
+_TracedGrouped, _TracedGated = traced(GroupedMatmul), traced(GatedMatmul)
 
 
 @in_graph
@@ -478,7 +454,7 @@ def _grouped_node(
     """
     with compiling():
         call = GroupedCall(Plan.made[key], dtype, transposed)
-        y: torch.Tensor = _TracedGrouped.apply(x, local_part(weight), ends, call)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _TracedGrouped.apply(x, local_part(weight), ends, call)
         return y
 
 
@@ -499,7 +475,7 @@ def _gated_node(
         )
         *parts, part_of_down = map(local_part, weights)
         given = x, ends, *sent, GatedCall(tuple(inputs), down), part_of_down, *_pair(parts)
-        y: torch.Tensor = _TracedGated.apply(*given)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _TracedGated.apply(*given)
         return y
 
 

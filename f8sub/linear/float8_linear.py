@@ -47,6 +47,7 @@ from f8sub.torch_compat import (
     constant_result,
     dispatch_stack_size,
     is_dtensor,
+    traced,
     untraced,
 )
 from f8sub.weights.master_weight import MasterWeight, last_cast, quantize_rowwise, rowwise_of
@@ -214,18 +215,7 @@ def sources_of(layer: torch.nn.Module, recipe: Recipe, name: str = "weight") -> 
     return CURRENT_SOURCES if recipe.scaling is None else delayed_sources_of(layer, recipe, name)
 
 
-class _TracedMatmul(Float8Matmul):
-    """``Float8Matmul`` in the node. Its backward runs when nothing of the node does any more."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        with compiling():
-            return Float8Matmul.forward(ctx, *args)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with compiling():
-            return Float8Matmul.backward(ctx, dy)
+_TracedMatmul = traced(Float8Matmul)
 
 
 class Unnamed:
@@ -273,7 +263,7 @@ def _node_of_tensors(
         # Without gradients nothing is saved, and an autograd function would ask for it.
         if not torch.is_grad_enabled():
             return fprop(x, weight, bias, call, None)[0]
-        y: torch.Tensor = _TracedMatmul.apply(x, weight, bias, call, keep_x, True)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _TracedMatmul.apply(x, weight, bias, call, keep_x, True)
         return y
 
 
@@ -287,7 +277,7 @@ def _node(
         places = Places.of(Unnamed, weight, x)
         sources = places.sources(Unnamed, plan, weight, x, CURRENT_SOURCES)
         of_rank = places.local(x, weight, bias)
-        y: torch.Tensor = _TracedMatmul.apply(*of_rank, (plan, dtype, sources), keep_x, places.adds_bias)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _TracedMatmul.apply(*of_rank, (plan, dtype, sources), keep_x, places.adds_bias)
         return places.whole(y)
 
 

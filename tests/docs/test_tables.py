@@ -85,7 +85,8 @@ def test_what_a_recipe_costs_is_what_was_measured(recipe):
 
 def test_what_blackwell_is_predicted_to_gain_is_what_pages_say():
     found = f8sub.estimate("llama3-8b")
-    speeds = {name: found.of("B200", name).step for name in ("mxfp8", "nvfp4", "tensorwise")}
+    # Launched steps are limited by the host, whatever the recipe.
+    speeds = {name: found.of("B200", name).replayed for name in ("mxfp8", "nvfp4", "tensorwise")}
     assert speeds["mxfp8"] < 1 < speeds["nvfp4"] < speeds["tensorwise"]
     for page, words in {
         "README.md": "`mxfp8` has no fast cast kernels yet, and `inspect` predicts it slower than bf16",

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import logging
 import operator
 import sys
@@ -1079,6 +1080,7 @@ def _group_in_place(default: Any) -> Any:
     class FSDPParamGroup(default):  # type: ignore[misc]
         casts: Around
         in_own_forward = accumulates = False
+        reduced_in: torch.dtype | None = None
         gradient_dtype: torch.dtype | None = None
 
         def pre_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -1091,12 +1093,14 @@ def _group_in_place(default: Any) -> Any:
                     _gather_in_place(group, self.casts)
                     if copy is not None:
                         _copy_gradients_by(copy, group)
+                        _reduce_in_place(group)
             self.in_own_forward = True
             try:
-                return super().pre_forward(*args, **kwargs)
+                found = super().pre_forward(*args, **kwargs)
             finally:
                 self.in_own_forward = False
-                self.gradient_dtype = _gradients_chosen(self)
+            self.gradient_dtype = _gradients_chosen(self)
+            return found
 
         def unshard(self, async_op: bool = False) -> None:
             with self.around():
@@ -1143,21 +1147,33 @@ def _group_in_place(default: Any) -> Any:
     return FSDPParamGroup
 
 
+def _reduce_in_place(group: Any) -> None:
+    """Have a group reduce gradients where they lie, if it gathers in place.
+
+    Decided before any gradient is there, and by what all ranks know: the two ways are different collectives.
+    """
+    comm, among = group._reduce_scatter_comm, shard_ranks(group)
+    ranks = 1 if among is None else among.size()
+    if not hasattr(group, "casts") or not hasattr(comm, "copies_by"):
+        return
+    comm.is_in_place = ranks > 1 and not any(param._orig_size[0] % ranks for param in group.fsdp_params)
+    with contextlib.suppress(Float8ConfigError):  # a policy that FSDP2 itself asks later
+        group.reduced_in = reduce_dtype(group)
+
+
 def _gradients_chosen(group: Any) -> torch.dtype | None:
     """Have the layers of a group that reduces gradients where they lie give them in that dtype, and return it."""
     # For good, because compiled code is compiled for each dtype. Sums over micro-batches cost more in float32.
     group.accumulates = group.accumulates or not group.reduce_grads
-    comm = group._reduce_scatter_comm
-    dtype = None
-    if hasattr(comm, "copies_by"):
-        among = shard_ranks(group)
-        ranks = 1 if among is None else among.size()
-        comm.is_in_place = ranks > 1 and not any(param._orig_size[0] % ranks for param in group.fsdp_params)
-        if comm.is_in_place and not group.accumulates and reduce_dtype(group) == torch.float32:
-            dtype = torch.float32
+    is_in_place = getattr(group._reduce_scatter_comm, "is_in_place", False)
+    dtype = group.reduced_in if is_in_place and not group.accumulates else None
+    if dtype != torch.float32:
+        dtype = None
     if dtype is not group.gradient_dtype:
         for param in group.fsdp_params:
-            if hasattr(weight := param.unsharded_param, "gradient_dtype") and weight.dtype != dtype:
+            weight: Any = getattr(param, "unsharded_param", None)
+            # A DTensor has no such attribute, and its gradient would be rounded on its way.
+            if hasattr(weight, "gradient_dtype") and weight.dtype != dtype:
                 weight.gradient_dtype = dtype
     return dtype
 
@@ -1234,8 +1250,9 @@ def copy_gradients(
     output and has the one reduced into the other. A group keeps a reduce-scatter that is not torch's own, and each
     keeps its own where torch's FSDP2 is not as ``REDUCTION`` has it.
 
-    Groups that ``gather_in_place`` reduce gradients where they lie, with no copy, if most of them are of the dtype that
-    they are reduced in. One that is not rounded to its dtype yet has its values in an attribute ``exact``.
+    Groups that ``gather_in_place`` reduce gradients where they lie, if ranks divide the rows of all: only those of
+    another dtype than the sum's are copied. One that is not rounded to its dtype yet has its values in an attribute
+    ``exact``.
 
     Args:
         weights: modules and names of parameters, each of which FSDP2 shards or does not.
@@ -1318,12 +1335,9 @@ class _Input:
 
     def fill(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype, ranks: int) -> None:
         """Take gradients that FSDP2 has cut along dimension 0."""
-        # Gradients of another dtype are copied in any case.
         exact = [getattr(gradient, "exact", gradient) for gradient in gradients]
-        there = sum(each.numel() for each in exact if each.dtype == dtype)
-        lie = all(each.is_contiguous() and each.dim() and each.shape[0] % ranks == 0 for each in exact)
-        if self.comm.is_in_place and lie and 2 * there >= sum(map(torch.Tensor.numel, exact)):
-            self.gradients, self._ranks = _of_one_dtype(exact, dtype), ranks
+        if self.comm.is_in_place:
+            self.gradients, self._ranks = self._of_one_dtype(exact, dtype), ranks
         else:
             self._copy(exact, self.memory.view(ranks, -1))
 
@@ -1333,20 +1347,19 @@ class _Input:
             uniform = gradients if len(dtypes) == 1 else [each.to(out.dtype) for each in gradients]
             chunk_cat(uniform, len(out), out)
 
-
-def _of_one_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return tensors as they are, and copies of those of other dtypes, cast by one launch."""
-    others = [tensor for tensor in tensors if tensor.dtype != dtype]
-    if not others:
-        return list(tensors)
-    flat = others[0].new_empty(sum(map(torch.Tensor.numel, others)), dtype=dtype)
-    cast = [
-        piece.view(tensor.shape)
-        for piece, tensor in zip(flat.split([tensor.numel() for tensor in others]), others, strict=True)
-    ]
-    torch._foreach_copy_(cast, others)
-    found = iter(cast)
-    return [tensor if tensor.dtype == dtype else next(found) for tensor in tensors]
+    def _of_one_dtype(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return contiguous ones of ``dtype`` as they are, and copies of others side by side."""
+        is_other = [each.dtype != dtype or not each.is_contiguous() for each in gradients]
+        others = list(itertools.compress(gradients, is_other))
+        if not others:
+            return list(gradients)
+        flat = others[0].new_empty(sum(map(torch.Tensor.numel, others)), dtype=dtype)
+        pieces = flat.split([each.numel() for each in others])
+        copies = [piece.view(each.shape) for piece, each in zip(pieces, others, strict=True)]
+        if not self.comm.copies_by(others, flat.view(1, -1)):
+            torch._foreach_copy_(copies, others)
+        of_others = iter(copies)
+        return [next(of_others) if other else each for each, other in zip(gradients, is_other, strict=True)]
 
 
 class _InputBuffer(torch.Tensor):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from f8sub import torch_compat
@@ -18,6 +18,7 @@ from tests.data_sets import gaussian, generator
 from tests.experts.ranks import test_experts_sharded as experts_sharded
 from tests.models import (
     BF16,
+    Choice,
     Stack,
     checkpointed,
     equal,
@@ -247,3 +248,29 @@ def test_experts(rank, world, kind, compiled, count):
     # The mean of two ranks' equal gradients is one of them.
     assert is_rounded.count(False) == 2 * count
     assert unrounded(model) >= count
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="wants torch 2.13")
+def test_layers_that_some_ranks_do_not_use(rank, world):
+    """A rank without a gradient gives zeros in bf16, and takes part in the reduction that the others begin."""
+
+    def found() -> list[torch.Tensor]:
+        model = f8sub.convert_to_float8(seed_weights(Choice(32)))
+        fully_shard(model, mp_policy=BF16)
+        model.set_reduce_scatter_unused_params(True)
+        reduce_in_place(model)
+        whole = []
+        for step in range(3):
+            f8sub.precompute_scales(model)
+            y = model(gaussian((8, 32), generator(10 * step + rank)).bfloat16(), (rank + step) % 2)
+            y.backward(gaussian(tuple(y.shape), generator(100 * step + rank)).to(y.dtype))
+            whole += [parameter.grad.full_tensor() for parameter in model.parameters()]
+            model.zero_grad()
+        return whole
+
+    with Wire() as wire:
+        in_place = found()
+    assert (wire.calls[IN_PLACE], wire.calls[FLAT]) == (3, 0)
+    with side_by_side():
+        assert equal(in_place, found())
+    assert all(each.any() for each in in_place)

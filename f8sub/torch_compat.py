@@ -1093,10 +1093,11 @@ def _group_in_place(default: Any) -> Any:
                         _copy_gradients_by(copy, group)
             self.in_own_forward = True
             try:
-                return super().pre_forward(*args, **kwargs)
+                found = super().pre_forward(*args, **kwargs)
             finally:
                 self.in_own_forward = False
-                self.gradient_dtype = _gradients_chosen(self)
+            self.gradient_dtype = _gradients_chosen(self)
+            return found
 
         def unshard(self, async_op: bool = False) -> None:
             with self.around():
@@ -1147,19 +1148,28 @@ def _gradients_chosen(group: Any) -> torch.dtype | None:
     """Have the layers of a group that reduces gradients where they lie give them in that dtype, and return it."""
     # For good, because compiled code is compiled for each dtype. Sums over micro-batches cost more in float32.
     group.accumulates = group.accumulates or not group.reduce_grads
-    comm = group._reduce_scatter_comm
+    comm, params = group._reduce_scatter_comm, group.fsdp_params
     dtype = None
     if hasattr(comm, "copies_by"):
         among = shard_ranks(group)
         ranks = 1 if among is None else among.size()
-        comm.is_in_place = ranks > 1 and not any(param._orig_size[0] % ranks for param in group.fsdp_params)
+        comm.is_in_place = ranks > 1 and not any(param._orig_size[0] % ranks for param in params)
+        comm.is_mostly_exact = None
         if comm.is_in_place and not group.accumulates and reduce_dtype(group) == torch.float32:
             dtype = torch.float32
+            exact = sum(param._orig_size.numel() for param in params if _takes_gradients(param, dtype))
+            comm.is_mostly_exact = 2 * exact >= sum(param._orig_size.numel() for param in params)
     if dtype is not group.gradient_dtype:
-        for param in group.fsdp_params:
+        for param in params:
             if hasattr(weight := param.unsharded_param, "gradient_dtype") and weight.dtype != dtype:
                 weight.gradient_dtype = dtype
     return dtype
+
+
+def _takes_gradients(param: Any, dtype: torch.dtype) -> bool:
+    """Return whether the gradients of a gathered parameter may come in a dtype."""
+    weight = param.unsharded_param
+    return weight.requires_grad and (weight.dtype == dtype or hasattr(weight, "gradient_dtype"))
 
 
 def _is_cast(param: Any) -> bool:
@@ -1235,7 +1245,8 @@ def copy_gradients(
     keeps its own where torch's FSDP2 is not as ``REDUCTION`` has it.
 
     Groups that ``gather_in_place`` reduce gradients where they lie, with no copy, if most of them are of the dtype that
-    they are reduced in. One that is not rounded to its dtype yet has its values in an attribute ``exact``.
+    they are reduced in, or of weights that can have them in it. One that is not rounded to its dtype yet has its values
+    in an attribute ``exact``.
 
     Args:
         weights: modules and names of parameters, each of which FSDP2 shards or does not.
@@ -1265,6 +1276,7 @@ def _copying(default: Any) -> Any:
     class DefaultReduceScatter(default):  # type: ignore[misc]
         copies_by: Copy
         is_filled = is_in_place = False
+        is_mostly_exact: bool | None = None
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: Any) -> torch.Tensor:
             """Return the input; once that is filled, the output, also where a pass failed in between."""
@@ -1305,27 +1317,33 @@ class _Input:
     def __init__(self, comm: Any, make: Callable[[], torch.Tensor]) -> None:
         self.comm, self._make = comm, make
         self.gradients: list[torch.Tensor] = []
+        # Kept until the reduction is done: they may be copied on its stream, and are of another.
+        self._copied: list[torch.Tensor] = []
         self._ranks = 1
 
     @functools.cached_property
     def memory(self) -> torch.Tensor:
         """The flat input, with the gradients in it if there are any."""
-        flat, gradients = self._make(), self.gradients
-        self.gradients = []
-        if gradients:
-            self._copy(gradients, flat.view(self._ranks, -1))
+        flat, self._copied, self.gradients = self._make(), self.gradients, []
+        if self._copied:
+            self._copy(self._copied, flat.view(self._ranks, -1))
         return flat
 
     def fill(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype, ranks: int) -> None:
         """Take gradients that FSDP2 has cut along dimension 0."""
-        # Gradients of another dtype are copied in any case.
         exact = [getattr(gradient, "exact", gradient) for gradient in gradients]
-        there = sum(each.numel() for each in exact if each.dtype == dtype)
-        lie = all(each.is_contiguous() and each.dim() and each.shape[0] % ranks == 0 for each in exact)
-        if self.comm.is_in_place and lie and 2 * there >= sum(map(torch.Tensor.numel, exact)):
-            self.gradients, self._ranks = _of_one_dtype(exact, dtype), ranks
+        if self.comm.is_in_place and self._saves_a_copy(exact, dtype):
+            there = [each.contiguous() for each in exact]
+            self.gradients, self._ranks = _of_one_dtype(there, dtype), ranks
         else:
             self._copy(exact, self.memory.view(ranks, -1))
+
+    def _saves_a_copy(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+        # Ranks have to agree: a hook that is on one of them may round what is exact on others.
+        if self.comm.is_mostly_exact is not None:
+            return bool(self.comm.is_mostly_exact)
+        there = sum(each.numel() for each in gradients if each.dtype == dtype)
+        return 2 * there >= sum(map(torch.Tensor.numel, gradients))
 
     def _copy(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         if not self.comm.copies_by(gradients, out):

@@ -391,7 +391,7 @@ def _call(
 ) -> Any:
     """Call an operator as on tensors of the gradients' dtype, and return what it would."""
     places = {place for each in written for place in each}
-    given = {**dict(enumerate(args)), **kwargs}
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     targets = tree_leaves([value for place, value in given.items() if place in places])
     gradients = [each for each in targets if isinstance(each, UnroundedGradient)]
     keep = func is aten.add_.Tensor or (bool(gradients) and _keeps_exact(func, list(given.values())))

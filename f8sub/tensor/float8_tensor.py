@@ -391,10 +391,10 @@ def _call(
 ) -> Any:
     """Call an operator as on tensors of the gradients' dtype, and return what it would."""
     places = {place for each in written for place in each}
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    targets = tree_leaves([value for place, value in given.items() if place in places])
+    given = [*enumerate(args), *kwargs.items()]
+    targets = tree_leaves([value for place, value in given if place in places])
     gradients = [each for each in targets if isinstance(each, UnroundedGradient)]
-    keep = func is aten.add_.Tensor or (bool(gradients) and _keeps_exact(func, list(given.values())))
+    keep = func is aten.add_.Tensor or (bool(gradients) and _keeps_exact(func, [value for _, value in given]))
     values = {id(each): exact(each) if keep else _rounded(each) for each in gradients}
 
     def read(gradient: torch.Tensor) -> torch.Tensor:
@@ -404,9 +404,8 @@ def _call(
     if not keep:
         for each in gradients:
             exact(each).copy_(values[id(each)])
-    # An operator that writes to a gradient returns it.
-    of = {id(values[id(each)]): each for each in gradients}
-    return tree_map_only(torch.Tensor, lambda each: of.get(id(each), each), returned)
+    # What is written and returned, the dispatcher itself takes from the arguments.
+    return returned
 
 
 def _keeps_exact(func: Any, given: Sequence[Any]) -> bool:

@@ -232,7 +232,7 @@ def test_an_error_of_the_first_forward_is_told(rank, world):
     groups = [g for g, p in torch_compat.fsdp_params() if torch_compat.module_of(p) in set(model.modules())]
     torchs = type(groups[0]).__mro__[1]
     with mock.patch.object(torchs, "wait_for_unshard", side_effect=KeyError("torch's own")):
-        assert "torch's own" in refusal(KeyError, loss_of, model, 0, rank)
+        assert "torch's own" in refusal(KeyError, model.blocks[0], gaussian((4, 4, 32), generator(rank)))
 
 
 def test_what_is_divided_before_it_is_added(rank, world):

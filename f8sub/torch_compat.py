@@ -1322,15 +1322,16 @@ class _Input:
     def __init__(self, comm: Any, make: Callable[[], torch.Tensor]) -> None:
         self.comm, self._make = comm, make
         self.gradients: list[torch.Tensor] = []
+        # Kept until the reduction is done: they may be copied on its stream, and are of another.
+        self._copied: list[torch.Tensor] = []
         self._ranks = 1
 
     @functools.cached_property
     def memory(self) -> torch.Tensor:
         """The flat input, with the gradients in it if there are any."""
-        flat, gradients = self._make(), self.gradients
-        self.gradients = []
-        if gradients:
-            self._copy(gradients, flat.view(self._ranks, -1))
+        flat, self._copied, self.gradients = self._make(), self.gradients, []
+        if self._copied:
+            self._copy(self._copied, flat.view(self._ranks, -1))
         return flat
 
     def fill(self, gradients: Sequence[torch.Tensor], dtype: torch.dtype, ranks: int) -> None:

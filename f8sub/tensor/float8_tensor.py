@@ -18,7 +18,7 @@ from f8sub.errors import Float8ConfigError, Float8ShapeError
 from f8sub.formats import Float8Format, Operand, present, why_not_derivable
 from f8sub.kernels import cuda, reference
 from f8sub.tensor.op_schema import describe
-from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing, tree_map_only
+from f8sub.torch_compat import no_torch_function, return_and_correct_aliasing, tree_leaves, tree_map_only
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -208,9 +208,16 @@ class Float8Tensor(torch.Tensor):
     def __getstate__(self) -> dict[str, Any]:
         # Formats by name, so that ``torch.load(weights_only=True)`` needs no class but this one.
         state = dict(vars(self))
+        # What layers give is of FSDP2's own parameter alone.
+        state.pop("gradient_dtype", None)
         for name in _FORMATS:
             state[name] = None if state[name] is None else state[name].name
         return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Tensor":
+        copied: Float8Tensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        copied.gradient_dtype = None
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -320,7 +327,12 @@ class UnroundedGradient(torch.Tensor):
     ) -> "UnroundedGradient":
         """Wrap values of another dtype than ``dtype``."""
         self: UnroundedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, exact.shape, strides=exact.stride(), dtype=dtype, device=exact.device
+            cls,
+            exact.shape,
+            strides=exact.stride(),
+            storage_offset=exact.storage_offset(),
+            dtype=dtype,
+            device=exact.device,
         )
         self.exact = exact
         return self
@@ -334,6 +346,17 @@ class UnroundedGradient(torch.Tensor):
     ) -> "UnroundedGradient":
         return UnroundedGradient(inner["exact"], context)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rounded(self).__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the rounded values as a NumPy array."""
+        return _rounded(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the rounded values as lists."""
+        return _rounded(self).tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnroundedGradient({tuple(self.shape)}, dtype={self.dtype})"
 
@@ -344,22 +367,62 @@ class UnroundedGradient(torch.Tensor):
         kwargs = kwargs or {}
         if any(getattr(kind, "takes_unrounded", False) for kind in types):
             return NotImplemented  # torch asks that class next
-        if func in _SAME:
-            same = UnroundedGradient(func(args[0].exact, *args[1:], **kwargs), args[0].dtype)
-            return return_and_correct_aliasing(func, args, kwargs, same)
+        operator = describe(func)
+        if operator.is_view or func in _SAME:
+            made = func(args[0].exact, *args[1:], **kwargs)
+            parts = made if isinstance(made, list | tuple) else (made,)
+            if all(part.dtype == args[0].exact.dtype for part in parts):  # else it reads bits
+                same = tree_map_only(torch.Tensor, lambda part: UnroundedGradient(part, args[0].dtype), made)
+                return return_and_correct_aliasing(func, args, kwargs, same)
         if func is aten._to_copy.default:
             made = func(args[0].exact, **kwargs)
             return UnroundedGradient(made, args[0].dtype) if kwargs.get("dtype") is None else made
+        if func is aten.new_empty_strided.default and kwargs.get("dtype") in (None, args[0].dtype):
+            # Autograd copies into it where something else holds the gradient.
+            made = func(args[0].exact, *args[1:], **{**kwargs, "dtype": None})
+            return UnroundedGradient(made, args[0].dtype)
         if func is aten.add.Tensor and args[0].dtype is getattr(args[1], "dtype", None):
             return UnroundedGradient(func(*map(exact, args), **kwargs), torch.result_type(*args))
-        written = describe(func).written
-        places = {place for each in written for place in each}
-        read = exact if func is aten.add_.Tensor else _rounded
-        given = [_with(exact if at in places else read, value) for at, value in enumerate(args)]
-        named = {name: _with(exact if name in places else read, value) for name, value in kwargs.items()}
-        found = func(*given, **named)
-        # An operator that writes to a gradient returns it.
-        return args[0] if written and isinstance(args[0], UnroundedGradient) else found
+        return _call(func, operator.written, args, kwargs)
+
+
+def _call(
+    func: Any, written: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call an operator as on tensors of the gradients' dtype, and return what it would."""
+    places = {place for each in written for place in each}
+    given = [*enumerate(args), *kwargs.items()]
+    targets = tree_leaves([value for place, value in given if place in places])
+    gradients = [each for each in targets if isinstance(each, UnroundedGradient)]
+    keep = func is aten.add_.Tensor or (bool(gradients) and _keeps_exact(func, [value for _, value in given]))
+    values = {id(each): exact(each) if keep else _rounded(each) for each in gradients}
+
+    def read(gradient: torch.Tensor) -> torch.Tensor:
+        return values[id(gradient)] if id(gradient) in values else (exact if keep else _rounded)(gradient)
+
+    returned = func(*_with(read, args), **_with(read, kwargs))
+    if not keep:
+        for each in gradients:
+            exact(each).copy_(values[id(each)])
+    # What is written and returned, the dispatcher itself takes from the arguments.
+    return returned
+
+
+def _keeps_exact(func: Any, given: Sequence[Any]) -> bool:
+    """Return whether an operator that writes to gradients takes their float32 values in their place."""
+    if func.namespace != "aten":
+        return True  # collectives
+    # Many refuse tensors of two dtypes, but in one list; others would change the shape of the values alone.
+    leaves = [tree_leaves(each) for each in given]
+    others = (
+        each
+        for among in leaves
+        for each in among
+        if isinstance(each, torch.Tensor) and not any(isinstance(one, UnroundedGradient) for one in among)
+    )
+    return torch.Tag.inplace_view not in func.tags and not any(
+        each.dim() and each.is_floating_point() for each in others
+    )
 
 
 def exact(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A gradient that is not rounded yet: bf16 to every operator, float32 to sums and to casts."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_operators_see_bf16():
     for found, expected in [
         (gradient * 2, right * 2),
         (gradient.abs().amax(), right.abs().amax()),
-        (gradient.transpose(0, 1), right.transpose(0, 1)),
+        (gradient.view(torch.int16), right.view(torch.int16)),
         (gradient.bfloat16() + 0, right),
         (gradient.to(torch.float64), made().exact.double()),
         (torch.stack([gradient, right]), torch.stack([right, right])),
@@ -36,6 +37,9 @@ def test_operators_see_bf16():
     ]:
         assert type(found) is torch.Tensor
         assert torch.equal(found, expected)
+    assert gradient.tolist() == right.tolist()
+    half = UnroundedGradient(gradient.exact, torch.float16)
+    assert (half.numpy() == half.exact.half().numpy()).all()
     assert repr(gradient) == "UnroundedGradient((4, 6), dtype=torch.bfloat16)"
 
 
@@ -68,6 +72,86 @@ def test_what_is_written_is_written_unrounded():
     assert not gradient.exact.any()
 
 
+VIEWS = {
+    "rows": lambda g: g[1:3],
+    "element": lambda g: g[1, 2],
+    "flat": lambda g: g.view(-1),
+    "reshaped": lambda g: g.reshape(2, 12),
+    "transposed": lambda g: g.t(),
+    "diagonal": lambda g: g.diagonal(),
+    "part": lambda g: g.chunk(2)[1],
+    "detached": lambda g: g.detach(),
+    "of a view": lambda g: g[1:][:, 2:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_writes_to_views_reach_the_gradient(view):
+    gradient, right = made(), made().exact
+    assert torch.equal(values(view(gradient)), view(right))
+    view(gradient).mul_(3)
+    view(right).mul_(3)
+    assert torch.equal(values(gradient), right)
+    gradient[0, :2] = 7
+    right[0, :2] = 7
+    assert torch.equal(values(gradient), right)
+
+
+def test_outputs_are_what_was_given():
+    gradient, plain = made(), torch.zeros(4, 6, dtype=torch.bfloat16)
+    right = 2 * gradient.exact.bfloat16()
+    assert torch.ops.aten.mul.out(gradient, torch.tensor(2), out=plain) is plain
+    assert torch.equal(plain, right)
+    assert torch.ops.aten.mul.out(plain, torch.tensor(2), out=gradient) is gradient
+    assert torch.equal(values(gradient), 2 * right.float())
+
+
+def test_operators_that_take_tensors_of_one_dtype():
+    """They write what they would to the rounded gradient."""
+    other = gaussian((4, 6), generator(1)).bfloat16()
+    for change in [
+        lambda g: g.lerp_(other, 0.5),
+        lambda g: torch.fmax(g, other, out=g),
+        lambda g: torch._foreach_copy_([g], [other]),
+    ]:
+        gradient, right = made(), made().exact.bfloat16()
+        change(gradient), change(right)
+        assert torch.equal(values(gradient), right.float())
+    parameters = [nn.Parameter(other.clone()) for _ in range(2)]
+    for parameter, given in zip(parameters, (made(), made().exact.bfloat16()), strict=True):
+        parameter.grad = given
+        torch.optim.AdamW([parameter], fused=True).step()
+    assert torch.equal(*parameters)
+
+
+def test_what_is_stored_is_rounded():
+    gradient, file = made(), io.BytesIO()
+    torch.save(gradient, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, gradient.exact.bfloat16())
+
+
+def test_a_gradient_that_something_holds_is_not_rounded():
+    weight, held = nn.Parameter(gaussian((4, 6), generator(2)).bfloat16()), []
+    given = made()
+
+    class Gives(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return given.clone()
+
+    weight.register_hook(held.append)
+    Gives.apply(weight).backward()
+    assert held[0] is not weight.grad
+    assert torch.equal(values(weight.grad), given.exact)
+
+
 def test_accumulation_of_autograd():
     """A weight that two layers read, and a second backward pass."""
     weight = nn.Parameter(gaussian((4, 6), generator(2)).bfloat16())
@@ -95,7 +179,10 @@ def test_dtype_of_a_gradient():
     weight.gradient_dtype = torch.float32
     assert weight.wgrad_dtype == torch.float32
     # Values that were made of it have gradients of their own.
-    assert weight.detach().wgrad_dtype == torch.bfloat16
+    torch.save(weight, file := io.BytesIO())
+    file.seek(0)
+    for made_of_it in (weight.detach(), copy.deepcopy(weight), torch.load(file, weights_only=True)):
+        assert made_of_it.wgrad_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -1,6 +1,7 @@
 """Gradients are reduced where products write them, in float32, and not rounded to bf16 before that."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import f8sub
 from f8sub import torch_compat
-from f8sub.tensor.float8_tensor import UnroundedGradient
+from f8sub.tensor.float8_tensor import Float8Tensor, UnroundedGradient
 from tests.data_sets import gaussian, generator
 from tests.experts.ranks import test_experts_sharded as experts_sharded
 from tests.models import (
@@ -22,7 +23,9 @@ from tests.models import (
     Stack,
     checkpointed,
     equal,
+    float8_layers,
     loss_of,
+    refusal,
     replicated,
     seed_weights,
     shard,
@@ -188,7 +191,72 @@ def test_gradients_of_the_dtype_of_the_sum(rank, world, policy):
 
 
 def test_products_in_high_precision_round(rank, world):
+    # Ranks cannot know of each other what came, so weights alone decide how they reduce.
     assert as_torch(rank, recipe="rowwise_with_gw_hp") == (4, 2)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_hook_on_one_rank(rank, world, replaces):
+    """Ranks agree in how they reduce, whatever a hook holds or gives on one of them."""
+    found, right = (shard(transformer("tensorwise"), BF16) for _ in range(2))
+    reduce_in_place(found)
+    held, rounds = [], replaces and rank == 0
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        held.append(gradient)
+        return gradient * 1 if replaces else None
+
+    def before(layer: nn.Module, args: Any) -> None:
+        if not layer.weight._backward_hooks:
+            layer.weight.register_hook(hook)
+
+    for layer in float8_layers(found) if rank == 0 else ():
+        layer.register_forward_pre_hook(before)
+    with Wire() as wire:
+        of_found = gradients(found, rank)
+    assert wire.calls[IN_PLACE] == 4
+    assert len(held) == (28 if rank == 0 else 0)
+    reduce_in_place(right)
+    with side_by_side(), rounded_gradients() if rounds else contextlib.nullcontext():
+        assert equal(of_found, gradients(right, rank))
+
+
+@contextlib.contextmanager
+def rounded_gradients() -> Iterator[None]:
+    """What products make is rounded on this rank."""
+    with mock.patch.object(Float8Tensor, "wgrad_dtype", property(lambda self: self.dtype)):
+        yield
+
+
+def test_an_error_of_the_first_forward_is_told(rank, world):
+    model = reduce_in_place(shard(transformer("tensorwise"), BF16))
+    groups = [g for g, p in torch_compat.fsdp_params() if torch_compat.module_of(p) in set(model.modules())]
+    torchs = type(groups[0]).__mro__[1]
+    with mock.patch.object(torchs, "wait_for_unshard", side_effect=KeyError("torch's own")):
+        assert "torch's own" in refusal(KeyError, model.blocks[0], gaussian((4, 4, 32), generator(rank)))
+
+
+def test_what_is_divided_before_it_is_added(rank, world):
+    """In float16 FSDP2 divides its flat input, which gradients are copied into; they live until it is reduced."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    found, right = (shard(transformer("tensorwise"), policy) for _ in range(2))
+    reduce_in_place(found)
+    for model in (found, right):
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(16.0)
+    assert equal(gradients(found, rank), gradients(right, rank))
+
+
+def test_gradients_that_are_copied_later_are_kept():
+    """Their copy may be on the stream of reductions, and they are of another."""
+    comm = mock.Mock(is_in_place=True, copies_by=lambda gradients, out: False)
+    held = torch_compat._Input(comm, lambda: torch.empty(24))
+    gradient = gaussian((4, 6), generator(0))
+    held.fill([gradient], torch.float32, 2)
+    alive = weakref.ref(gradient)
+    assert torch.equal(held.memory, gradient.flatten())
+    del gradient
+    assert alive() is not None
 
 
 def test_gradients_in_float8(rank, world):

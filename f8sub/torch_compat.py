@@ -1616,7 +1616,7 @@ def compiling() -> Iterator[None]:
 
 
 def traced(function: type[torch.autograd.Function]) -> Any:
-    """Return ``function`` for a node that AOTAutograd runs: backward runs when nothing of the node does any more."""
+    """Return ``function`` for a node that AOTAutograd runs; its backward runs after the node's own code has ended."""
 
     class Traced(function):  # type: ignore[misc, valid-type]
         @staticmethod

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 import f8sub
+from f8sub import torch_compat
 from f8sub.attention import cudnn
 from f8sub.formats import ScaleRule
 from f8sub.gradients import wire
@@ -77,6 +78,7 @@ CHANGES: dict[str, Callable[[f8sub.Recipe], f8sub.Recipe]] = {
 """Of the recipe's three GEMMs; those named alone are the only ones in float8."""
 
 GRADIENTS = "gradients_in_float8"
+UNROUNDED = "unrounded_gradients"
 ENDS = {"bf16_end": 0.1, "bf16_twentieth": 0.05}
 """The changes whose arms train the last part of their own steps in bf16, by ``float8.until_step``: its share."""
 ATTENTIONS = {"attention_in_float8": "float8", "attention_forward_in_float8": "bf16"}
@@ -94,13 +96,15 @@ class Arm(NamedTuple):
     """An arm: its recipe, None for bf16; the layers that it skips; attention's backward, "" without float8 there.
 
     With ``codes_gradients`` each weight's gradient is rounded once, as ``f8sub.reduce_gradients_in_float8`` rounds what
-    a rank sends. Here one GPU is the only rank, and sends nothing. ``in_bf16`` is the share of its last steps in bf16.
+    a rank sends. Here one GPU is the only rank, and sends nothing. With ``unrounded`` gradients of layers in float8 are
+    reduced in place, as several ranks do. ``in_bf16`` is the share of its last steps in bf16.
     """
 
     recipe: f8sub.Recipe | None
     skip: tuple[str, ...] = ()
     attention: str = ""
     codes_gradients: bool = False
+    unrounded: bool = False
     in_bf16: float = 0.0
 
 
@@ -123,10 +127,12 @@ def arm_of(name: str) -> Arm:
             arm = arm._replace(attention=ATTENTIONS[change])
         elif change == GRADIENTS:
             arm = arm._replace(codes_gradients=True)
+        elif change == UNROUNDED and arm.recipe is not None:
+            arm = arm._replace(unrounded=True)
         elif change in ENDS:
             arm = arm._replace(in_bf16=ENDS[change])
         else:
-            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS, *ENDS]
+            there = [*CHANGES, *SKIPPED, *ATTENTIONS, GRADIENTS, UNROUNDED, *ENDS]
             sys.exit(f"pretrain_arm.py: {name!r} has no change {change!r}; there are {there}")
     return arm
 
@@ -219,6 +225,19 @@ def code_gradient(parameter: torch.Tensor) -> None:
     shard.copy_(wire.decode(*wire.encode(shard.reshape(1, -1))).view_as(shard))
 
 
+def reduce_in_place() -> list[Any]:
+    """Have FSDP2 reduce gradients where they lie on one rank, too; return its groups once the first forward began."""
+    decided, groups = torch_compat._reduce_in_place, []
+
+    def reduce(group: Any) -> None:
+        decided(group)
+        group._reduce_scatter_comm.is_in_place = True
+        groups.append(group)
+
+    torch_compat._reduce_in_place = reduce
+    return groups
+
+
 def install(arm: Arm) -> None:
     """Have recipes/pretrain.py, whose folder is on the path, train this arm and measure its forward passes."""
     import pretrain
@@ -226,6 +245,7 @@ def install(arm: Arm) -> None:
 
     if arm.recipe is not None:
         trainers.convert = partial(convert, arm)
+    groups = reduce_in_place() if arm.unrounded else []
 
     class Measuring(pretrain.Trainer):
         def __init__(self, *given: Any, **named: Any) -> None:
@@ -242,6 +262,10 @@ def install(arm: Arm) -> None:
                 self.settings = replace(self.settings, float8=float8)
 
         def evaluate(self) -> None:
+            if arm.unrounded and torch.float32 not in {group.gradient_dtype for group in groups}:
+                sys.exit(
+                    "pretrain_arm.py: no gradient is reduced in place; that asks for FSDP2's default on a GPU"
+                )
             super().evaluate()
             if self.step == self.settings.training.steps:
                 self.metrics.write({"step": self.step, "forwards": self.forwards()})

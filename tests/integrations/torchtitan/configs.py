@@ -13,8 +13,9 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config.configurable import Configurable
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.spmd_types import current_spmd_mesh
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.models.gpt_oss import config_registry as gpt_oss
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.qwen3 import config_registry as qwen3
@@ -77,6 +78,27 @@ class SequenceParallelAttention(Module):
         return y.transpose(1, 2)
 
 
+class AttentionWithSums(Module):
+    """Causal attention that hands the logarithms of its sums on, as sinks ask for; torchtitan's is for GPUs alone."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, scale, out_transform, **others) -> torch.Tensor:
+        """Of (batch, tokens, heads, features) each."""
+        tokens, group = q_BLNH.shape[1], q_BLNH.shape[2] // k_BLNH.shape[2]
+        k, v = (tensor.repeat_interleave(group, 2).transpose(1, 2) for tensor in (k_BLNH, v_BLNH))
+        later = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).triu(1)
+        scores = (scale * q_BLNH.transpose(1, 2) @ k.mT).float().masked_fill(later, float("-inf"))
+        sums = scores.logsumexp(-1)
+        y = (scores - sums[..., None]).exp().to(v.dtype) @ v
+        return out_transform(y.transpose(1, 2), sums.transpose(1, 2))
+
+
 def with_sequence_parallel_attention(config: Trainer.Config) -> None:
     """For context parallelism, in place."""
     for _, _, parent, name in list(config.model_spec.model.traverse(ScaledDotProductAttention.Config)):
@@ -133,6 +155,16 @@ def f8sub_moe(**options: Any) -> Trainer.Config:
     config = qwen3.qwen3_moe_debug()
     converter = titan.Float8Converter.Config(**{"emulate": True} | options)
     config.model_spec = qwen3.model_registry("debugmodel_moe", converters=[converter])
+    return of_few_experts(config)
+
+
+def f8sub_gpt_oss(**options: Any) -> Trainer.Config:
+    """Its experts multiply by a method, and have biases."""
+    config = gpt_oss.gpt_oss_debugmodel()
+    converter = titan.Float8Converter.Config(**{"emulate": True} | options)
+    config.model_spec = gpt_oss.model_registry("debugmodel", converters=[converter])
+    for _, _, parent, name in list(config.model_spec.model.traverse(VarlenAttention.Config)):
+        setattr(parent, name, AttentionWithSums.Config())
     return of_few_experts(config)
 
 

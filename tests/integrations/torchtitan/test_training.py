@@ -51,6 +51,7 @@ IN_BF16 = (
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 EP = "parallelism.expert_parallel_degree=2"
 EXPERTS = f'f8sub_moe:{{"experts":true}} {EP}'
+GPT_OSS = f'f8sub_gpt_oss:{{"experts":true}} {EP}'
 DELAYED_EXPERTS = f'f8sub_moe:{{"experts":true,"recipe_name":"delayed"}} {EP}'
 
 MESHES = {
@@ -129,6 +130,7 @@ def test_other_recipes(train, mesh, recipe):
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
         pytest.param("fsdp2", f"{EXPERTS} {COMPILED}", EXPERTS, marks=of_0_3),
+        pytest.param("fsdp2", f"{GPT_OSS} {COMPILED}", GPT_OSS, marks=of_0_3),
         ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),
         ("fsdp2-tp2", f"f8sub {COMPILED}", "f8sub"),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),

@@ -116,18 +116,22 @@ def arm_of(name: str) -> Arm:
     """
     base, *changes = name.split("+")
     if base == "bf16":
+        if changes:
+            sys.exit(f"pretrain_arm.py: {name!r} changes a recipe, and bf16 has none")
         return Arm(None)
-    arm = Arm(f8sub.get_recipe(base))
+    recipe = f8sub.get_recipe(base)
+    arm = Arm(recipe)
     for change in changes:
-        if change in CHANGES and arm.recipe is not None:
-            arm = arm._replace(recipe=CHANGES[change](arm.recipe))
+        if change in CHANGES:
+            recipe = CHANGES[change](recipe)
+            arm = arm._replace(recipe=recipe)
         elif change in SKIPPED:
             arm = arm._replace(skip=arm.skip + SKIPPED[change])
         elif change in ATTENTIONS:
             arm = arm._replace(attention=ATTENTIONS[change])
         elif change == GRADIENTS:
             arm = arm._replace(codes_gradients=True)
-        elif change == UNROUNDED and arm.recipe is not None:
+        elif change == UNROUNDED:
             arm = arm._replace(unrounded=True)
         elif change in ENDS:
             arm = arm._replace(in_bf16=ENDS[change])

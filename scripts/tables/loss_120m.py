@@ -1,11 +1,12 @@
 """What float8 costs a 120M Llama, by arm and by forward pass: the tables of two pages and docs/images/loss_120m.svg.
 
 The runs are those of ``scripts/loss_compare.py --shared-steps``, on GPUs; ``--record-from`` reads them into the file
-``loss_120m.json``, as ``arms``, as ``options``, those of a mixture of experts as ``experts``, those with attention's
-heads of 128 channels as ``attention`` and those of a 10M Llama as ``small``. Runs from scratch are in a folder of their
-own, one JSON file each with ``held_out``.
+``loss_120m.json``, as ``arms``, as ``options``, those with gradients reduced in place as ``gradients``, those of a
+mixture of experts as ``experts``, those with attention's heads of 128 channels as ``attention`` and those of a 10M
+Llama as ``small``. Runs from scratch are in a folder of their own, one JSON file each with ``held_out``.
 
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --scratch runs/scratch
+    python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --record-as gradients
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_moe-120m --record-as experts
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m-128 --record-as attention
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_10m --record-as small
@@ -52,6 +53,11 @@ OPTIONS = {
     "tensorwise+exact_sums": "`tensorwise` without fast accumulation",
     "torchao-rowwise": "torchao's rowwise",
 }
+GRADIENTS = {
+    HALVES: NAMES[HALVES],
+    "tensorwise": "`tensorwise`, the default on one GPU",
+    "tensorwise+unrounded_gradients": "`tensorwise`, gradients reduced in place",
+}
 EXPERTS = {
     YARDSTICK: "float32 (the noise)",
     **{name: NAMES[name] for name in ("tensorwise", "rowwise", "blockwise")},
@@ -66,6 +72,9 @@ SMALL = {
     "tensorwise": NAMES["tensorwise"],
     "tensorwise+bf16_end": "`tensorwise`, the last tenth of its own steps in bf16",
 }
+OTHERS = "options", "gradients", "experts", "attention", "small"
+"""Runs of machines or models of their own."""
+
 FORWARDS = {
     "x and w": "x and w, one scale per tensor",
     "x": "x alone",
@@ -184,6 +193,7 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
     trained = {
         "loss_120m_arms": (data, NAMES),
         "loss_120m_options": (data["options"], OPTIONS),
+        "loss_120m_gradients": (data["gradients"], GRADIENTS),
         "loss_120m_experts": (data["experts"], EXPERTS),
         "loss_120m_attention": (data["attention"], ATTENTION),
         "loss_120m_small": (data["small"], SMALL),
@@ -202,13 +212,13 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
 def provenance(data: dict[str, Any], marker: str = "") -> str:
     """The line below each table; the runs' own command is in docs/measurements/numerics.md."""
     own = marker.removeprefix("loss_120m_").removesuffix("_forwards")
-    ran = data[own] if own in ("options", "experts", "attention", "small") else data
+    ran = data[own] if own in OTHERS else data
     return f"<sub>`python scripts/tables/loss_120m.py` · {ran['machine']} · {ran['date']}</sub>"
 
 
 def main(
     record_from: Path | None = None,
-    record_as: Literal["arms", "options", "experts", "attention", "small"] = "arms",
+    record_as: Literal["arms", "options", "gradients", "experts", "attention", "small"] = "arms",
     scratch: Path = Path("runs/scratch"),
     write_docs: bool = False,
 ) -> None:

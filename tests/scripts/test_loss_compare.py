@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import f8sub
+from f8sub import torch_compat
 from scripts import loss_compare
 from scripts.bench import pretrain_arm
 from scripts.loss_compare import Protocol, Results, Run, arms_of, read_run
@@ -330,7 +331,7 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def test_an_arm_attends_in_float8():
     arm = pretrain_arm.arm_of("rowwise+attention_forward_in_float8")
-    assert arm == (f8sub.get_recipe("rowwise"), (), "bf16", False, 0.0)
+    assert arm == pretrain_arm.Arm(f8sub.get_recipe("rowwise"), attention="bf16")
 
 
 def test_an_arm_ends_in_bf16_in_the_last_part_of_its_own_steps(monkeypatch):
@@ -374,6 +375,25 @@ def test_an_arm_ends_in_bf16_as_a_run_that_is_resumed_in_bf16(tmp_path):
     ended = held_out("tensorwise+bf16_end", "")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000010")
     assert held_out("bf16", "--checkpoint.resume step-00000009 --float8.enabled false") == ended
+
+
+def test_an_arm_reduces_gradients_in_place_on_one_rank(monkeypatch):
+    """As ``tests/weights/ranks/test_reduce_in_place.py`` has several ranks do."""
+
+    def decide(group: SimpleNamespace) -> None:
+        group._reduce_scatter_comm.is_in_place = False
+
+    monkeypatch.setattr(torch_compat, "_reduce_in_place", decide)
+    assert pretrain_arm.arm_of("rowwise+unrounded_gradients").unrounded
+    assert not pretrain_arm.arm_of("rowwise").unrounded
+    with pytest.raises(SystemExit, match="bf16 has none"):
+        pretrain_arm.arm_of("bf16+unrounded_gradients")
+    group = SimpleNamespace(_reduce_scatter_comm=SimpleNamespace())
+    groups = pretrain_arm.reduce_in_place()
+    assert groups == []
+    torch_compat._reduce_in_place(group)
+    assert groups == [group]
+    assert group._reduce_scatter_comm.is_in_place
 
 
 def test_an_arm_codes_gradients_as_the_wire_does():

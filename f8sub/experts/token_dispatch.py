@@ -15,10 +15,10 @@ import torch.distributed as dist
 from f8sub.errors import Float8ConfigError, Float8ShapeError, refuse_other_than_a_module
 from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
 from f8sub.kernels import reference
-from f8sub.kernels.gemm.block_scales import unflat
+from f8sub.kernels.ops import operator
 from f8sub.kernels.quantize import quantize
 from f8sub.recipe import Recipe, get_recipe
-from f8sub.torch_compat import apply
+from f8sub.torch_compat import apply, constant_result
 
 
 def exchange_tokens(
@@ -53,9 +53,12 @@ def exchange_tokens(
         Float8ConfigError: a recipe whose tiles are of several rows, or whose scales are not powers of two.
         Float8ShapeError: x is no matrix of the rows that ``input_splits`` count.
     """
-    found = get_recipe(recipe)
-    format = wire_format(found, combine=combine)
-    if x.dim() != 2 or x.shape[0] != sum(input_splits) or x.dtype not in HIGH_PRECISION:
+    # A recipe's file is not looked for while code is traced.
+    how = _format_named if isinstance(recipe, str) else _format_of
+    format = how(recipe, combine)
+    # While code is traced, numbers of rows are not known.
+    is_off = not torch.compiler.is_compiling() and x.shape[0] != sum(input_splits)
+    if x.dim() != 2 or is_off or x.dtype not in HIGH_PRECISION:
         raise Float8ShapeError(
             f"tokens are exchanged as rows of a matrix in high precision, {sum(input_splits)} by input_splits, got "
             f"{tuple(x.shape)} of {x.dtype}"
@@ -63,6 +66,15 @@ def exchange_tokens(
     splits = list(output_splits), list(input_splits)
     y: torch.Tensor = apply(_Exchange, x, splits, group or dist.group.WORLD, format, combine)
     return y
+
+
+def _format_of(recipe: Recipe | str, combine: bool) -> str:
+    return wire_format(get_recipe(recipe), combine=combine).name
+
+
+@constant_result
+def _format_named(recipe: Recipe | str, combine: bool) -> str:
+    return _format_of(recipe, combine)
 
 
 def wire_format(recipe: Recipe, *, combine: bool) -> Float8Format:
@@ -77,6 +89,12 @@ def wire_format(recipe: Recipe, *, combine: bool) -> Float8Format:
     return format
 
 
+def refuse_other_wires(recipe: Recipe) -> None:
+    """Refuse a recipe whose tokens cannot cross in float8, in either direction."""
+    for combine in (False, True):
+        wire_format(recipe, combine=combine)
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -84,7 +102,7 @@ class _Exchange(torch.autograd.Function):
         x: torch.Tensor,
         splits: tuple[list[int], list[int]],
         group: dist.ProcessGroup,
-        format: Float8Format,
+        format: str,
         combine: bool,
     ) -> torch.Tensor:
         ctx.how = splits, group, format, combine
@@ -116,21 +134,46 @@ def _in_float8(
     output_splits: list[int],
     input_splits: list[int],
     group: dist.ProcessGroup,
-    format: Float8Format,
+    format: str,
 ) -> torch.Tensor:
     """One all-to-all of bytes: a row's codes, and its scales behind them."""
-    cols = x.shape[1]
+    received = _all_to_all(rows_as_bytes(x, format), output_splits, input_splits, group)
+    rows: torch.Tensor = rows_of_bytes(received, x.shape[1], format, x.dtype)
+    return rows
+
+
+def _as_bytes(x: torch.Tensor, format: str) -> torch.Tensor:
     # Copied, not .contiguous(): one row, or one scale a row, is contiguous with any stride and offset, and views of
     # another element size want those of a new tensor.
-    made = unflat(present(quantize(x.contiguous(), format, None).rowwise))
+    made = present(quantize(x.contiguous(), Float8Format.parse(format), None).rowwise)
     scales = made.scale_inv.clone(memory_format=torch.contiguous_format)
     # Codes and scales in one collective: every rank would wait for a second one, too.
-    sent = torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
-    received = _all_to_all(sent, output_splits, input_splits, group)
+    return torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+
+def _fake_bytes(x: torch.Tensor, format: str) -> torch.Tensor:
+    parsed = Float8Format.parse(format)
+    _, scales = parsed.tile.scale_shape((1, x.shape[1]))
+    return x.new_empty(
+        (x.shape[0], x.shape[1] + scales * parsed.scale_rule.stored_as.itemsize), dtype=torch.uint8
+    )
+
+
+def _of_bytes(received: torch.Tensor, cols: int, format: str, dtype: torch.dtype) -> torch.Tensor:
+    parsed = Float8Format.parse(format)
     codes = received[:, :cols].contiguous()
     scales = received[:, cols:].clone(memory_format=torch.contiguous_format)
-    operand = Operand(codes.view(format.dtype), scales.view(torch.float32), format)
-    return reference.dequantize(operand, x.dtype)
+    operand = Operand(codes.view(parsed.dtype), scales.view(parsed.scale_rule.stored_as), parsed)
+    return reference.dequantize(operand, dtype)
+
+
+def _fake_rows(received: torch.Tensor, cols: int, format: str, dtype: torch.dtype) -> torch.Tensor:
+    return received.new_empty((received.shape[0], cols), dtype=dtype)
+
+
+# One node each: how many rows there are is not known while code is traced.
+rows_as_bytes = operator(_as_bytes, "rows_as_bytes", _fake_bytes)
+rows_of_bytes = operator(_of_bytes, "rows_of_bytes", _fake_rows)
 
 
 _SEAMS = {"_dispatch_token_exchange": False, "_combine_token_exchange": True}
@@ -162,8 +205,7 @@ def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> i
     found = get_recipe(recipe)
     refuse_other_than_a_module("dispatch_tokens_in_float8", model)
     # An unfit recipe is refused before any dispatcher is changed.
-    for combine in _SEAMS.values():
-        wire_format(found, combine=combine)
+    refuse_other_wires(found)
     # By identity, because modules may share a dispatcher.
     dispatchers = {
         id(value): (value, f"{fqn}.{name}".lstrip("."))

@@ -114,7 +114,7 @@ def test_rows_of_any_width(runs):
 @on_each_format
 def test_many_parts_at_once(name, runs):
     interpreted.test_many_parts_at_once(name, "cuda")
-    assert set(runs) == {"cast_part", "cast_parts"}
+    assert set(runs) - {"prepared"} == {"cast_part", "cast_parts"}
 
 
 @on_each_format

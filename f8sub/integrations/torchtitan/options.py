@@ -14,6 +14,7 @@ from f8sub.convert.selection import MIN_DIM
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.experts.seams import AUTO_EXCHANGED, AUTO_EXPERTS, EXPERTS
+from f8sub.experts.token_dispatch import dispatch_tokens_in_float8, refuse_other_wires
 from f8sub.integrations.one_line import (
     HIGH_PRECISION,
     attend_once,
@@ -67,6 +68,8 @@ class Options:
             step; None for wherever the weights are gathered as float8.
         reduce_gradients_in_float8: gradients are e4m3 on the wire, added in float32; see
             ``f8sub.reduce_gradients_in_float8``. Take float32 for ``mixed_precision_reduce``, torchtitan's default.
+        dispatch_tokens_in_float8: tokens travel to experts of other ranks, and dy back, in float8, in the format of the
+            recipe, rowwise or blockwise; see ``f8sub.dispatch_tokens_in_float8``.
         fuse_optimizer_step: AdamW, clipping and the amaxes of the new weights are one pass; see
             ``f8sub.optim.fuse_step``. Take ``fused`` for the optimizer's ``implementation``, torchtitan's default.
         keep_swiglu_input: "float8" rounds the results of w1 and w3, which changes numbers, so that compiled code saves
@@ -97,6 +100,7 @@ class Options:
     enable_fsdp_float8_all_gather: bool = True
     precompute_float8_dynamic_scale_for_fsdp: bool | None = None
     reduce_gradients_in_float8: bool = False
+    dispatch_tokens_in_float8: bool = False
     fuse_optimizer_step: bool = False
     keep_swiglu_input: str = "high_precision"
     checkpoint_policy: str = ""
@@ -117,6 +121,13 @@ class Options:
         refuse_unknown_attention(self.attention)
         if self.checkpoint_policy:
             checkpoint_policy(self.checkpoint_policy)
+        if self.dispatch_tokens_in_float8:
+            if isinstance(recipe := self.recipe, Mapping):
+                raise Float8ConfigError(
+                    "dispatch_tokens_in_float8 sends tokens in the format of one recipe, and recipe_name is a mapping; "
+                    "name one recipe, rowwise or blockwise"
+                )
+            refuse_other_wires(recipe)
         if self.monitor_every < 0:
             raise Float8ConfigError(f"monitor_every={self.monitor_every} is less than 0, which is for none")
         for name in ("filter_fqns", "skip"):
@@ -305,6 +316,13 @@ def convert(
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:
         reduce_from_first_forward(model)
+    if options.dispatch_tokens_in_float8 and not isinstance(recipe := options.recipe, dict):
+        if tokens.number is not None and not tokens.exchanged:
+            raise Float8ConfigError(
+                "dispatch_tokens_in_float8: no tokens travel to experts of other ranks in this job; set "
+                "parallelism.expert_parallel_degree, or leave the option out"
+            )
+        dispatch_tokens_in_float8(model, recipe)
     if options.keep_swiglu_input == "float8":
         keep_swiglu_input_in_float8(model)
     if options.checkpoint_policy:

@@ -133,6 +133,37 @@ def test_half_the_bytes_in_one_collective(ranks, recipe, share):
         assert found / in_bf16 == pytest.approx(share, abs=5e-4)
 
 
+def compiled(rank: int, world: int, recipe: str, backend: str) -> bool:
+    """Rows that each call has in another number, which is not known while code is traced."""
+
+    def exchange(x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor, combine: bool) -> torch.Tensor:
+        return f8sub.exchange_tokens(x, received.tolist(), sent.tolist(), recipe=recipe, combine=combine) * 2
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        in_one_graph = torch.compile(exchange, backend=backend, fullgraph=True)
+        same = []
+        for step in range(2):
+            counts = torch.tensor([[3 + other + step, 5 * other] for other in range(world)])
+            sent, received = counts[rank], counts[:, rank].clone()
+            for combine in (False, True):
+                found = []
+                for call in (exchange, in_one_graph):
+                    x = gaussian((int(sent.sum()), WIDTH), generator(rank)).bfloat16().requires_grad_()
+                    y = call(x, sent, received, combine)
+                    y.backward(gaussian(tuple(y.shape), generator(3 + rank)).bfloat16())
+                    found.append((y, x.grad))
+                same += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    return all(same)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [("rowwise", "aot_eager"), pytest.param("blockwise", "inductor", marks=pytest.mark.long)],
+)
+def test_compiled_code_sends_the_same_bits(ranks, recipe, backend):
+    assert ranks(2, compiled, recipe, backend) == [True, True]
+
+
 class Routed(nn.Module):
     """Holds a dispatcher as torchtitan's routed experts do, with experts that double."""
 

@@ -66,6 +66,9 @@ def as_rank(rank: int, folder: Path) -> None:
     _clear_sharding_prop_cache()
 
 
+KINDS = "allgather", "allreduce", "alltoall"
+
+
 class Collectives(TorchDispatchMode):
     """(kind, dtype) of every collective of this rank, with its calls and the bytes it puts in."""
 
@@ -78,11 +81,11 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it is made of comes here too
         name = func._schema.name
-        kind = next((k for k in ("allgather", "all_gather", "allreduce", "all_reduce") if k in name), None)
+        kind = next((k for k in KINDS if k in name.replace("_", "")), None)
         if kind is not None and name.startswith(("c10d::", "_c10d_functional::")):
-            sent = args[1] if name.startswith("c10d::") and kind == "allgather" else args[0]
+            sent = args[1] if name.startswith("c10d::") and kind != "allreduce" else args[0]
             for tensor in tree_leaves(sent):
-                key = kind.replace("_", ""), str(tensor.dtype).removeprefix("torch.")
+                key = kind, str(tensor.dtype).removeprefix("torch.")
                 self.calls[key] += 1
                 self.bytes[key] += tensor.numel() * tensor.element_size()
         return func(*args, **(kwargs or {}))

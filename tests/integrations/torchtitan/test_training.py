@@ -51,6 +51,7 @@ IN_BF16 = (
 COMPILED = 'compile.enable=true compile.backend="aot_eager"'
 EP = "parallelism.expert_parallel_degree=2"
 EXPERTS = f'f8sub_moe:{{"experts":true}} {EP}'
+TOKENS = f'f8sub_moe:{{"experts":true,"recipe_name":"rowwise","dispatch_tokens_in_float8":true}} {EP}'
 GPT_OSS = f'f8sub_gpt_oss:{{"experts":true}} {EP}'
 DELAYED_EXPERTS = f'f8sub_moe:{{"experts":true,"recipe_name":"delayed"}} {EP}'
 
@@ -131,6 +132,7 @@ def test_other_recipes(train, mesh, recipe):
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
         pytest.param("fsdp2", f"{EXPERTS} {COMPILED}", EXPERTS, marks=of_0_3),
         pytest.param("fsdp2", f"{GPT_OSS} {COMPILED}", GPT_OSS, marks=of_0_3),
+        pytest.param("fsdp2", f"{TOKENS} {COMPILED}", TOKENS, marks=of_0_3),
         ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),
         ("fsdp2-tp2", f"f8sub {COMPILED}", "f8sub"),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),
@@ -155,6 +157,10 @@ def test_what_changes_no_bit(train, mesh, changed, usual):
             f"{DELAYED_EXPERTS} {COMPILED}",
             r"inner_experts and 1 more: sharded by tensor or exp",
             marks=of_0_3,
+        ),
+        pytest.param(TOKENS.removesuffix(EP), r"no tokens travel to experts of other ranks", marks=of_0_3),
+        pytest.param(
+            TOKENS.replace("rowwise", "tensorwise"), r"tokens cross in codes of a byte", marks=of_0_3
         ),
     ],
 )
@@ -277,6 +283,27 @@ def test_experts(train, world, options):
     )
     assert len({bf16, linears, ours}) == 3
     assert abs(ours - bf16) < 4e-3
+
+
+@long
+@of_0_3
+def test_tokens_that_travel_in_float8(any_titan, assets):
+    """By an option: a dispatch and the gradient of a combine, of two layers, are half of what crosses."""
+    as_they_are = TOKENS.replace(',"dispatch_tokens_in_float8":true', "")
+    bf16, ours = (
+        any_titan(2, runs.train, config.split(), assets, True)[0]
+        for config in (as_they_are, TOKENS)
+    )
+    assert abs(last(ours["losses"]) - last(bf16["losses"])) < 1e-3
+    sent, in_float8 = (
+        sum(
+            size
+            for (kind, dtype), size in run["bytes"][1].items()
+            if kind.startswith("alltoall") and dtype != "int64"
+        )
+        for run in (bf16, ours)
+    )
+    assert in_float8 / sent == pytest.approx((1 + (256 + 4) / 512) / 2, abs=1e-3)
 
 
 @long

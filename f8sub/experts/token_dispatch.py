@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, refuse_other_than_a_module
-from f8sub.formats import HIGH_PRECISION, Float8Format, Operand, present
-from f8sub.kernels import reference
-from f8sub.kernels.ops import operator
-from f8sub.kernels.quantize import quantize
+from f8sub.experts.async_dispatch import is_async, refuse_other_version, send_in_float8
+from f8sub.formats import HIGH_PRECISION, Float8Format
+from f8sub.kernels.row_bytes import rows_as_bytes, rows_of_bytes
 from f8sub.recipe import Recipe, get_recipe
 from f8sub.torch_compat import apply, constant_result
 
@@ -142,46 +141,13 @@ def _in_float8(
     return rows
 
 
-def _as_bytes(x: torch.Tensor, format: str) -> torch.Tensor:
-    # Copied, not .contiguous(): one row, or one scale a row, is contiguous with any stride and offset, and views of
-    # another element size want those of a new tensor.
-    made = present(quantize(x.contiguous(), Float8Format.parse(format), None).rowwise)
-    scales = made.scale_inv.clone(memory_format=torch.contiguous_format)
-    # Codes and scales in one collective: every rank would wait for a second one, too.
-    return torch.cat([made.data.view(torch.uint8), scales.view(torch.uint8)], 1)
-
-
-def _fake_bytes(x: torch.Tensor, format: str) -> torch.Tensor:
-    parsed = Float8Format.parse(format)
-    _, scales = parsed.tile.scale_shape((1, x.shape[1]))
-    return x.new_empty(
-        (x.shape[0], x.shape[1] + scales * parsed.scale_rule.stored_as.itemsize), dtype=torch.uint8
-    )
-
-
-def _of_bytes(received: torch.Tensor, cols: int, format: str, dtype: torch.dtype) -> torch.Tensor:
-    parsed = Float8Format.parse(format)
-    codes = received[:, :cols].contiguous()
-    scales = received[:, cols:].clone(memory_format=torch.contiguous_format)
-    operand = Operand(codes.view(parsed.dtype), scales.view(parsed.scale_rule.stored_as), parsed)
-    return reference.dequantize(operand, dtype)
-
-
-def _fake_rows(received: torch.Tensor, cols: int, format: str, dtype: torch.dtype) -> torch.Tensor:
-    return received.new_empty((received.shape[0], cols), dtype=dtype)
-
-
-# One node each: how many rows there are is not known while code is traced.
-rows_as_bytes = operator(_as_bytes, "rows_as_bytes", _fake_bytes)
-rows_of_bytes = operator(_of_bytes, "rows_of_bytes", _fake_rows)
-
-
 _SEAMS = {"_dispatch_token_exchange": False, "_combine_token_exchange": True}
 """Methods of torchtitan 0.3's ``AllToAllTokenDispatcher`` that exchange tokens, and whether they combine."""
 
 _SUPPORTED = (
     "f8sub knows torchtitan's AllToAllTokenDispatcher, its comm_backend 'standard', and classes that extend it, such "
-    "as TorchAOTokenDispatcher; your own code calls f8sub.exchange_tokens where it exchanges tokens"
+    "as TorchAOTokenDispatcher, and MinimalAsyncEPTokenDispatcher, its 'minimal_async_ep'; your own code calls "
+    "f8sub.exchange_tokens where it exchanges tokens"
 )
 
 
@@ -189,8 +155,8 @@ def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> i
     """Have the dispatchers of a torchtitan model send tokens and dy at one byte per element.
 
     Off unless it is called. See ``exchange_tokens`` for what is rounded. Known are ``AllToAllTokenDispatcher`` of
-    torchtitan 0.3 and classes that extend it, such as ``TorchAOTokenDispatcher``. DeepEP, HybridEP and MinimalAsyncEP
-    send tokens by kernels of their own.
+    torchtitan 0.3 and classes that extend it, such as ``TorchAOTokenDispatcher``; and its
+    ``MinimalAsyncEPTokenDispatcher``, whose rows become shorter. DeepEP and HybridEP send by kernels of their own.
 
     Args:
         model: with modules that have dispatchers of torchtitan 0.3.
@@ -215,6 +181,9 @@ def dispatch_tokens_in_float8(model: torch.nn.Module, recipe: Recipe | str) -> i
     }
     _refuse_others(dispatchers.values())
     for dispatcher, _ in dispatchers.values():
+        if is_async(dispatcher):
+            send_in_float8(dispatcher, *(wire_format(found, combine=combine) for combine in (False, True)))
+            continue
         for name, combine in _SEAMS.items():
             setattr(dispatcher, name, functools.partial(_exchange, found, combine))
     return len(dispatchers)
@@ -232,7 +201,9 @@ def _refuse_others(dispatchers: Collection[tuple[Any, str]]) -> None:
             f"no module of the model has a dispatcher of tokens of torchtitan; {_SUPPORTED}"
         )
     for dispatcher, fqn in dispatchers:
-        if not all(callable(getattr(dispatcher, name, None)) for name in _SEAMS):
+        if is_async(dispatcher):
+            refuse_other_version(fqn)
+        elif not all(callable(getattr(dispatcher, name, None)) for name in _SEAMS):
             # torchtitan's dispatcher for one rank has no mesh.
             is_local = not hasattr(dispatcher, "ep_mesh")
             what = "sends no tokens to other ranks" if is_local else "sends tokens by kernels of its own"

@@ -12,13 +12,16 @@ from f8sub.kernels.grouped import operands
 from f8sub.kernels.grouped.operands import EACH, Groups
 from f8sub.kernels.quantize import quantize
 from tests.data_sets import DTYPES, gaussian, generator
+from tests.experts import test_async_dispatch as async_dispatch
 from tests.experts import test_sent as sent
 from tests.experts.ranks import test_exchange
 from tests.experts.test_conversion import registered  # noqa: F401
 from tests.kernels import test_gated as swiglu
 from tests.kernels import test_quantize_experts as weights
 from tests.kernels import test_quantize_groups as casts
+from tests.kernels import test_row_bytes as row_bytes
 from tests.kernels import test_taken as rows
+from tests.selection import of_torchtitan_0_3
 
 DEVICE = torch.device("cuda")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "gridquant", "mxfp8"]
@@ -381,3 +384,17 @@ def test_tokens_cross_in_float8_over_nccl(ranks, recipe):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     test_exchange.check(ranks(2, test_exchange.compared, recipe, torch.bfloat16, "cuda", gpus=True))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_torchtitans_minimal_async_ep(ranks, recipe):
+    of_torchtitan_0_3("torchtitan.models.common.token_dispatcher")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    by_rank = ranks(2, async_dispatch.on_a_gpu, recipe, gpus=True)
+    async_dispatch.check(list(zip(*by_rank, strict=True)), recipe)
+
+
+@pytest.mark.parametrize(("name", "dtype"), row_bytes.CASES)
+def test_values_of_rows_of_bytes(name, dtype):
+    row_bytes.test_values_of_rows(name, dtype, "cuda")

@@ -243,7 +243,6 @@ def test_torchtitans_dispatchers(ranks, body):
     [
         ("DeepEPTokenDispatcher", "sends tokens by kernels of its own"),
         ("HybridEPTokenDispatcher", "sends tokens by kernels of its own"),
-        ("MinimalAsyncEPTokenDispatcher", "sends tokens by kernels of its own"),
         ("LocalTokenDispatcher", "sends no tokens to other ranks"),
     ],
 )

@@ -291,8 +291,7 @@ def test_tokens_that_travel_in_float8(any_titan, assets):
     """By an option: a dispatch and the gradient of a combine, of two layers, are half of what crosses."""
     as_they_are = TOKENS.replace(',"dispatch_tokens_in_float8":true', "")
     bf16, ours = (
-        any_titan(2, runs.train, config.split(), assets, True)[0]
-        for config in (as_they_are, TOKENS)
+        any_titan(2, runs.train, config.split(), assets, True)[0] for config in (as_they_are, TOKENS)
     )
     assert abs(last(ours["losses"]) - last(bf16["losses"])) < 1e-3
     sent, in_float8 = (

@@ -326,7 +326,7 @@ def _problem(path: str, given: str) -> str | None:
     names = given.split()
     try:
         found = _at(path)
-        taken = _parameters(found) if names else {}
+        taken = parameters_of(found) if names else {}
     except (AttributeError, ImportError):
         return f"{path} is missing"
     except (TypeError, ValueError):
@@ -344,7 +344,7 @@ def _problem(path: str, given: str) -> str | None:
     return f"{path} takes ({', '.join(taken)}), and f8sub knows it with ({', '.join(names)})"
 
 
-def _parameters(found: Any) -> dict[str, bool]:
+def parameters_of(found: Any) -> dict[str, bool]:
     """Names of the parameters of an operator or a function, and whether they are needed."""
     if (schema := getattr(found, "_schema", None)) is not None:
         return {argument.name: not argument.has_default_value() for argument in schema.arguments}

@@ -3,7 +3,8 @@
 The runs are those of ``scripts/loss_compare.py --shared-steps``, on GPUs; ``--record-from`` reads them into the file
 ``loss_120m.json``, as ``arms``, as ``options``, those with gradients reduced in place as ``gradients``, those of a
 mixture of experts as ``experts``, those with attention's heads of 128 channels as ``attention`` and those of a 10M
-Llama as ``small``. Runs from scratch are in a folder of their own, one JSON file each with ``held_out``.
+Llama as ``small`` and ``twentieth``. Runs from scratch are in a folder of their own, one JSON file each with
+``held_out``.
 
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --scratch runs/scratch
     python scripts/tables/loss_120m.py --record-from runs/loss_compare_120m --record-as gradients
@@ -72,9 +73,13 @@ SMALL = {
     "tensorwise": NAMES["tensorwise"],
     "tensorwise+bf16_end": "`tensorwise`, the last tenth of its own steps in bf16",
 }
-OTHERS = "options", "gradients", "experts", "attention", "small"
+OTHERS = "options", "gradients", "experts", "attention", "small", "twentieth"
 """Runs of machines or models of their own."""
 
+TWENTIETH = {
+    HALVES: NAMES[HALVES],
+    "tensorwise+bf16_twentieth": "`tensorwise`, the last twentieth of its own steps in bf16",
+}
 FORWARDS = {
     "x and w": "x and w, one scale per tensor",
     "x": "x alone",
@@ -197,6 +202,7 @@ def tables(data: dict[str, Any]) -> dict[str, Table]:
         "loss_120m_experts": (data["experts"], EXPERTS),
         "loss_120m_attention": (data["attention"], ATTENTION),
         "loss_120m_small": (data["small"], SMALL),
+        "loss_120m_twentieth": (data["twentieth"], TWENTIETH),
     }
     found = {
         marker: Table(marker, ["trained", *by_seed], rows(shared_gaps(runs, names), names))
@@ -218,7 +224,7 @@ def provenance(data: dict[str, Any], marker: str = "") -> str:
 
 def main(
     record_from: Path | None = None,
-    record_as: Literal["arms", "options", "gradients", "experts", "attention", "small"] = "arms",
+    record_as: Literal["arms", "options", "gradients", "experts", "attention", "small", "twentieth"] = "arms",
     scratch: Path = Path("runs/scratch"),
     write_docs: bool = False,
 ) -> None:

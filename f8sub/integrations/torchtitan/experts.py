@@ -1,9 +1,10 @@
-"""Experts of torchtitan 0.3 as one layer, whose SwiGLU is computed where its result is cast.
+"""Experts of torchtitan 0.3 as one layer, whose SwiGLU is computed where its result is cast; and their tokens' way.
 
 Their class multiplies by a method that a float8 class has, so they convert without this. What lies between two calls of
 it is torchtitan's code.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,3 +47,28 @@ def register_grouped_experts() -> None:
     f8sub.register_experts(
         moe.GroupedExperts, weights=("w1_EFD", "w2_EDF", "w3_EFD"), forward=forward, down="w2_EDF"
     )
+
+
+def dispatch_in_float8(
+    model: torch.nn.Module, recipe: f8sub.Recipe | Mapping[str, f8sub.Recipe], *, may_travel: bool
+) -> None:
+    """Have tokens travel to experts of other ranks in float8, by the option ``dispatch_tokens_in_float8``.
+
+    Args:
+        model: as torchtitan built it.
+        recipe: of all layers.
+        may_travel: False where the job is known to have all experts on each rank.
+
+    Raises:
+        Float8ConfigError: they do not travel, several recipes, or as of ``f8sub.dispatch_tokens_in_float8``.
+    """
+    if isinstance(recipe, Mapping):
+        raise f8sub.Float8ConfigError(
+            "dispatch_tokens_in_float8 takes one recipe, rowwise or blockwise, and recipe_name is a mapping"
+        )
+    if not may_travel:
+        raise f8sub.Float8ConfigError(
+            "dispatch_tokens_in_float8 is for jobs whose tokens travel to experts of other ranks; set "
+            "parallelism.expert_parallel_degree, or leave the option out"
+        )
+    f8sub.dispatch_tokens_in_float8(model, recipe)

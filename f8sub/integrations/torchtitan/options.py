@@ -14,13 +14,13 @@ from f8sub.convert.selection import MIN_DIM
 from f8sub.convert.swiglu_input import keep_swiglu_input_in_float8
 from f8sub.errors import Float8ConfigError, unknown
 from f8sub.experts.seams import AUTO_EXCHANGED, AUTO_EXPERTS, EXPERTS
-from f8sub.experts.token_dispatch import dispatch_tokens_in_float8, refuse_other_wires
 from f8sub.integrations.one_line import (
     HIGH_PRECISION,
     attend_once,
     has_attention,
     refuse_unknown_attention,
 )
+from f8sub.integrations.torchtitan.experts import dispatch_in_float8
 from f8sub.integrations.torchtitan.fused_steps import FUSED, fuse_at_first_step
 from f8sub.integrations.torchtitan.hooks import (
     FILE,
@@ -121,13 +121,6 @@ class Options:
         refuse_unknown_attention(self.attention)
         if self.checkpoint_policy:
             checkpoint_policy(self.checkpoint_policy)
-        if self.dispatch_tokens_in_float8:
-            if isinstance(recipe := self.recipe, Mapping):
-                raise Float8ConfigError(
-                    "dispatch_tokens_in_float8 sends tokens in the format of one recipe, and recipe_name is a mapping; "
-                    "name one recipe, rowwise or blockwise"
-                )
-            refuse_other_wires(recipe)
         if self.monitor_every < 0:
             raise Float8ConfigError(f"monitor_every={self.monitor_every} is less than 0, which is for none")
         for name in ("filter_fqns", "skip"):
@@ -316,13 +309,8 @@ def convert(
     check_at_first_forward(model)
     if options.reduce_gradients_in_float8:
         reduce_from_first_forward(model)
-    if options.dispatch_tokens_in_float8 and not isinstance(recipe := options.recipe, dict):
-        if tokens.number is not None and not tokens.exchanged:
-            raise Float8ConfigError(
-                "dispatch_tokens_in_float8: no tokens travel to experts of other ranks in this job; set "
-                "parallelism.expert_parallel_degree, or leave the option out"
-            )
-        dispatch_tokens_in_float8(model, recipe)
+    if options.dispatch_tokens_in_float8:
+        dispatch_in_float8(model, options.recipe, may_travel=tokens.number is None or tokens.exchanged)
     if options.keep_swiglu_input == "float8":
         keep_swiglu_input_in_float8(model)
     if options.checkpoint_policy:

@@ -116,6 +116,9 @@ COMPILATION = Need(
         "torch.compiler._is_compiling_flag": "",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "",
         "torch.fx.traceback.get_current_meta": "",
+        "torch.distributed._functional_collectives.all_to_all_single": (
+            "self output_split_sizes input_split_sizes group"
+        ),
         "torch.ops._c10d_functional.all_reduce.default": "input reduce_op group_name",
         "torch.ops._c10d_functional.reduce_scatter_tensor.default": "",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",
@@ -1639,6 +1642,27 @@ def largest_over_ranks(values: torch.Tensor, group: Any) -> torch.Tensor:
     collectives = torch.distributed._functional_collectives
     reduced = collectives.all_reduce(values.contiguous(), "max", group)
     done: torch.Tensor = collectives.wait_tensor(reduced)
+    return done
+
+
+@constant_result
+def _look_while_traced() -> None:
+    require(COMPILATION)
+
+
+def rows_over_ranks(
+    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Any
+) -> torch.Tensor:
+    """An all-to-all of rows, as nodes of a graph that is traced.
+
+    Not by ``dist.all_to_all_single``, which writes to its argument: compiled backward code of torch 2.11 reads the
+    memory as it was before.
+    """
+    _look_while_traced()
+    collectives = torch.distributed._functional_collectives
+    done: torch.Tensor = collectives.wait_tensor(
+        collectives.all_to_all_single(x.contiguous(), output_splits, input_splits, group)
+    )
     return done
 
 

@@ -57,8 +57,8 @@ def launches_of(
     values = values if values.stride(1) == 1 else values.contiguous()
     codes = operand.data if operand.data.stride(1) == 1 else operand.data.contiguous()
     rows, tile = -(-values.shape[0] // step), operand.format.tile
-    # [signal and noise, rows]
-    of_rows = torch.empty(2, rows, dtype=torch.float32, device=values.device)
+    # [signal, noise, sums of values and of errors; rows]
+    of_rows = torch.empty(4, rows, dtype=torch.float32, device=values.device)
     # Over all elements, also those whose errors are not looked at.
     amax = torch.linalg.vector_norm(values, torch.inf)
     # The largest scale_inv belongs to the smallest scale.
@@ -104,9 +104,9 @@ def launches_of(
     ]
 
 
-SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise")
+SUMS = ("count", "nonzero", "saturated", "flushed", "subnormal", "signal", "noise", "total", "error")
 """Added over ranks: elements, those that are not 0, those cut off at the largest code, those with code 0 that are not
-0, subnormal codes, sums of squares of the values and of the errors."""
+0, subnormal codes, sums of squares of the values and of the errors, and sums of the values and of the errors."""
 
 _CUT_OFF = 1.125
 """How many times its code's value an element is that counts as saturated: a scale that e4m3 stores is off by less."""
@@ -197,8 +197,10 @@ def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, s
         (codes < _SMALLEST_NORMAL[operand.format.dtype]) & ~is_zero,
     ]
     counts = torch.stack(counted).sum((1, 2), dtype=torch.float32)
-    # Signal and noise of each row.
-    of_rows = torch.stack([exact, made - exact]).square_().sum(2)
+    # Of the values and of the errors: sums, then signal and noise of each row.
+    both = torch.stack([exact, made - exact])
+    totals = both.sum((1, 2))
+    of_rows = both.square_().sum(2)
     row_db = 10 * (of_rows[0] / of_rows[1].clamp(min=1e-38)).log10()
     # Rows of zeros have -inf dB, and weight 0 in the histogram.
     bins = ((row_db - LOWEST) / STEP).nan_to_num(0.0).clamp(0, BINS - 1).long()
@@ -208,7 +210,7 @@ def _measured(values: torch.Tensor, operand: Operand, scale_inv: torch.Tensor, s
         scale_inv = scale_inv * operand.global_scale_inv
     count = torch.full((1,), exact.numel(), dtype=torch.float32, device=exact.device)
     return Measured(
-        torch.cat([count, counts, of_rows.sum(1), histogram]),
+        torch.cat([count, counts, of_rows.sum(1), totals, histogram]),
         # In the order of MAXIMA: the smallest scale is the maximum of negative ones.
         torch.stack([amax.float(), 1 / scale_inv.amin(), -1 / scale_inv.amax()]),
     )
@@ -259,6 +261,8 @@ class Statistics(NamedTuple):
         format: as documentation names it.
         amax: largest magnitude.
         rms: root of the mean square.
+        mean: of the values.
+        bias: mean of the errors, as a share of ``rms``.
         scale_min: the smallest scale of its tiles.
         scale_max: the largest.
         saturated: share of elements, not 0, that are cut off at the largest code, by more than an eighth.
@@ -274,6 +278,8 @@ class Statistics(NamedTuple):
     format: str
     amax: float
     rms: float
+    mean: float
+    bias: float
     scale_min: float
     scale_max: float
     saturated: float
@@ -293,13 +299,16 @@ def statistics_of(
         return None
     # Shares of an operand of zeros are 0.
     nonzero = max(found["nonzero"], 1.0)
+    rms = (found["signal"] / found["count"]) ** 0.5
     return Statistics(
         step=step,
         layer=layer,
         role=role,
         format=str(format),
         amax=amax,
-        rms=(found["signal"] / found["count"]) ** 0.5,
+        rms=rms,
+        mean=found["total"] / found["count"],
+        bias=found["error"] / found["count"] / (rms or 1.0),
         scale_min=-minus_scale_min,
         scale_max=scale_max,
         saturated=found["saturated"] / nonzero,

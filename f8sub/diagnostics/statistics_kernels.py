@@ -20,8 +20,8 @@ def measure_rows(
 ):  # fmt: skip
     """Measure one row in ``step``: add its counts and bin to ``sums_ptr``, store its squares.
 
-    The squares go to ``of_rows_ptr``, float32, (2, rows): signal, noise. A TILE edge of 0 is all of the dimension. The
-    four counts begin at COUNTS, the bins at BINS_AT.
+    The squares, and then sums, go to ``of_rows_ptr``, float32, (4, rows): signal, noise, values and errors. A TILE edge
+    of 0 is all of the dimension. The four counts begin at COUNTS, the bins at BINS_AT.
     """
     number = tl.program_id(0)
     # int64: row * stride may exceed 2**31
@@ -32,6 +32,8 @@ def measure_rows(
         scales += row // TILE_ROWS * scale_row_stride
     signal = tl.zeros((BLOCK,), tl.float32)
     noise = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    errors = tl.zeros((BLOCK,), tl.float32)
     nonzero = tl.zeros((BLOCK,), tl.int32)
     saturated, flushed, subnormal = nonzero, nonzero, nonzero
     for first in range(0, cols, BLOCK):
@@ -55,9 +57,13 @@ def measure_rows(
         subnormal += ((magnitude < SMALLEST_NORMAL) & (magnitude > 0.0)).to(tl.int32)
         signal += exact * exact
         noise += (made - exact) * (made - exact)
+        total += exact
+        errors += tl.where(inside, made - exact, 0.0)
     of_row, error = tl.sum(signal), tl.sum(noise)
     tl.store(of_rows_ptr + number, of_row)
     tl.store(of_rows_ptr + rows + number, error)
+    tl.store(of_rows_ptr + 2 * rows + number, tl.sum(total))
+    tl.store(of_rows_ptr + 3 * rows + number, tl.sum(errors))
     tl.atomic_add(sums_ptr + COUNTS, tl.sum(nonzero).to(tl.float32), sem="relaxed")
     tl.atomic_add(sums_ptr + COUNTS + 1, tl.sum(saturated).to(tl.float32), sem="relaxed")
     tl.atomic_add(sums_ptr + COUNTS + 2, tl.sum(flushed).to(tl.float32), sem="relaxed")
@@ -76,17 +82,18 @@ def add_rows(
     rows, count,
     SIGNAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows' squares, and ``count`` elements, to ``sums_ptr``; have ``maxima_ptr`` take the three extremes."""
-    signal = tl.zeros((BLOCK,), tl.float32)
-    noise = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, rows, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        signal += tl.load(of_rows_ptr + i, mask=i < rows, other=0.0)
-        noise += tl.load(of_rows_ptr + rows + i, mask=i < rows, other=0.0)
+    """Add what rows have, and ``count`` elements, to ``sums_ptr``; have ``maxima_ptr`` take the three extremes.
+
+    What rows have is added from SIGNAL on, in its order.
+    """
     # One program runs here, so no atomics are needed.
     tl.store(sums_ptr, tl.load(sums_ptr) + count)
-    tl.store(sums_ptr + SIGNAL, tl.load(sums_ptr + SIGNAL) + tl.sum(signal))
-    tl.store(sums_ptr + SIGNAL + 1, tl.load(sums_ptr + SIGNAL + 1) + tl.sum(noise))
+    for kind in tl.static_range(4):
+        found = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, rows, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            found += tl.load(of_rows_ptr + kind * rows + i, mask=i < rows, other=0.0)
+        tl.store(sums_ptr + SIGNAL + kind, tl.load(sums_ptr + SIGNAL + kind) + tl.sum(found))
     _take(maxima_ptr, tl.load(amax_ptr).to(tl.float32))
     _take(maxima_ptr + 1, tl.div_rn(1.0, tl.load(lowest_scale_inv_ptr)))
     _take(maxima_ptr + 2, -tl.div_rn(1.0, tl.load(largest_scale_inv_ptr)))

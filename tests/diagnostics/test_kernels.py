@@ -17,12 +17,14 @@ from tests.kernels.interpreted import needs_triton
 ROWS, COLS = 40, 1040
 
 
-def matrix(dtype: torch.dtype) -> torch.Tensor:
-    """Rows of all sizes, one of zeros, one with NaN, some elements that become 0."""
+def matrix(dtype: torch.dtype, *, is_finite: bool) -> torch.Tensor:
+    """Rows of all sizes and of other means, one of zeros, one with NaN, some elements that become 0."""
     rng = generator(0)
     values = gaussian((ROWS, COLS), rng) * torch.logspace(-4, 4, ROWS)[:, None]
     values *= 10.0 ** (-3 * torch.rand(ROWS, COLS, generator=rng))
-    values[5], values[6, 3] = 0.0, float("nan")
+    values[5], values[20] = 0.0, values[20].abs()
+    if not is_finite:
+        values[6, 3] = float("nan")
     return values.to(dtype)
 
 
@@ -38,7 +40,9 @@ def operands(values: torch.Tensor) -> list[Operand]:
 
 
 def kernels_agree(device: str, looked_at: int) -> None:
-    for values in (matrix(torch.bfloat16).to(device), matrix(torch.float32).to(device)[:, :96]):
+    kinds = [(torch.bfloat16, COLS), (torch.float32, 96)]
+    matrices = [matrix(kind, is_finite=finite)[:, :cols] for kind, cols in kinds for finite in (True, False)]
+    for values in (each.to(device) for each in matrices):
         for operand in operands(values):
             found = []
             for by_kernels in (True, False):
@@ -52,8 +56,13 @@ def kernels_agree(device: str, looked_at: int) -> None:
             torch.testing.assert_close(maxima, right_maxima, rtol=0, atol=0, equal_nan=True)
             counts = slice(0, SUMS.index("signal"))
             assert torch.equal(sums[counts], right[counts]), operand.format
-            squares = slice(SUMS.index("signal"), len(SUMS))
+            squares = slice(SUMS.index("signal"), SUMS.index("total"))
             torch.testing.assert_close(sums[squares], right[squares], rtol=1e-5, atol=0, equal_nan=True)
+            # Terms of both signs: what rounding loses is small beside their magnitudes.
+            for name, square in (("total", "signal"), ("error", "noise")):
+                at, size = SUMS.index(name), (right[SUMS.index(square)] * right[0]).sqrt().nan_to_num()
+                assert (sums[at] - right[at]).abs() <= 1e-6 * size or (sums[at].isnan() and right[at].isnan())
+                assert right[at].isnan() or right[at].abs() > 1e-5 * size
             # A row at the edge of a bin may lie in its neighbour: the logarithms are not the same.
             bins, right_bins = (each[len(SUMS) :].cumsum(0) for each in (sums, right))
             assert bins[-1] == right_bins[-1] > 0

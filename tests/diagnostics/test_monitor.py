@@ -360,8 +360,8 @@ def test_worst_operands_with_advice_and_a_picture(tmp_path, monkeypatch):
         patched.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(f8sub.Float8ConfigError, match="draws with matplotlib, which is not installed"):
             monitor.heatmap("w", tmp_path / "w.png")
-    with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'mean' of 'w'"):
-        monitor.heatmap("w", tmp_path / "w.png", "mean")
+    with pytest.raises(f8sub.Float8ConfigError, match="no sample has 'median' of 'w'"):
+        monitor.heatmap("w", tmp_path / "w.png", "median")
     with pytest.raises(f8sub.Float8ConfigError, match=r"w\.foo has the end of no picture; .* png, "):
         monitor.heatmap("w", tmp_path / "w.foo")
     with pytest.raises(f8sub.Float8ConfigError, match="1 or more, got 'a'"):

@@ -47,6 +47,10 @@ def test_numbers_are_those_of_float64(recipe, data):
     found = told(values, recipe)
     assert found.amax == exact.abs().amax().item()
     assert found.rms == pytest.approx(signal.mean().sqrt().item(), rel=1e-5)
+    rms = found.rms
+    assert found.mean == pytest.approx(exact.mean().item(), abs=1e-6 * rms)
+    error = (f8sub_float(tensor) - exact).mean().item()
+    assert found.bias == pytest.approx(error / rms, abs=1e-6)
     assert found.sqnr == pytest.approx(10 * (signal.sum() / noise.sum()).log10().item(), abs=0.01)
     assert found.flushed == pytest.approx(
         ((made == 0) & nonzero).double().sum().item() / nonzero.sum().item(), abs=1e-6
@@ -59,6 +63,16 @@ def f8sub_float(tensor: f8sub.Float8Tensor) -> torch.Tensor:
     """What codes and scales stand for, in float64."""
     wide = f8sub.Float8Tensor(tensor.rowwise, None, torch.float32)
     return wide.dequantize().double()
+
+
+def test_a_mean_and_a_cast_that_shrinks_are_seen():
+    values = torch.full((4, 64), 3.0)
+    values[:, ::4] = 448.0
+    cut = f8sub.quantize(values, "tensorwise", "x", columnwise=False).rowwise
+    cut = cut._replace(data=torch.full_like(cut.data.float(), 2.0).to(cut.data.dtype))
+    found = statistics_of(0, "a", "x", cut.format, *(each.tolist() for each in measure(values, cut)))
+    assert found.mean == pytest.approx((448 + 9) / 4)
+    assert found.bias == pytest.approx((2 - (448 + 9) / 4) / found.rms)
 
 
 def test_codes_are_counted():
@@ -83,7 +97,11 @@ def test_parts_of_a_matrix_add_up():
     expected = told(values, "rowwise")
     assert added.row_sqnr == expected.row_sqnr
     assert added.sqnr == pytest.approx(expected.sqnr, abs=1e-4)
-    assert added[4:8] == pytest.approx(expected[4:8])
+    for name in ("amax", "rms", "scale_min", "scale_max"):
+        assert getattr(added, name) == pytest.approx(getattr(expected, name))
+    # Positive and negative terms add up in another order.
+    for name, size in (("mean", expected.rms), ("bias", 1.0)):
+        assert getattr(added, name) == pytest.approx(getattr(expected, name), abs=1e-7 * size)
 
 
 def between_codes() -> torch.Tensor:

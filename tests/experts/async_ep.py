@@ -82,6 +82,8 @@ def _run_on_cpus(api: Any) -> None:
         operator.register_kernel("cpu", operator._init_fn)
     from torchtitan.distributed.minimal_async_ep import kernels
 
+    from f8sub.kernels.triton.launch import Launch
+
     def alone(launch: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(launch)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -93,3 +95,5 @@ def _run_on_cpus(api: Any) -> None:
     for name in [name for name in vars(kernels) if name.endswith("_kernel") and not name.startswith("_")]:
         setattr(kernels, name, alone(getattr(kernels, name)))
         setattr(api, name, getattr(kernels, name))
+    # f8sub's kernels are interpreted here, too.
+    Launch.run = alone(Launch.run)

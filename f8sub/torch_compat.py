@@ -116,9 +116,6 @@ COMPILATION = Need(
         "torch.compiler._is_compiling_flag": "",
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "",
         "torch.fx.traceback.get_current_meta": "",
-        "torch.distributed._functional_collectives.all_to_all_single": (
-            "self output_split_sizes input_split_sizes group"
-        ),
         "torch.ops._c10d_functional.all_reduce.default": "input reduce_op group_name",
         "torch.ops._c10d_functional.reduce_scatter_tensor.default": "",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",
@@ -168,6 +165,17 @@ EXPERTS = Need(
     {
         "torch.ops.aten._scaled_grouped_mm.default": "self mat2 scale_a scale_b offs out_dtype use_fast_accum",
         "torch._scaled_grouped_mm": "",
+    },
+)
+
+EXCHANGES = Need(
+    "tokens that cross between ranks in float8",
+    "send them as they are",
+    {
+        "torch.distributed._functional_collectives.all_to_all_single": (
+            "self output_split_sizes input_split_sizes group"
+        ),
+        "torch.distributed._functional_collectives.wait_tensor": "tensor",
     },
 )
 
@@ -262,6 +270,7 @@ NEEDS = (
     TENSOR_PARALLELISM,
     LOADING,
     EXPERTS,
+    EXCHANGES,
     GATHER,
     REDUCTION,
     IN_PLACE,
@@ -1646,19 +1655,19 @@ def largest_over_ranks(values: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 @constant_result
-def _look_while_traced() -> None:
-    require(COMPILATION)
+def _look_for_exchanges() -> None:
+    require(EXCHANGES)
 
 
 def rows_over_ranks(
     x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Any
 ) -> torch.Tensor:
-    """An all-to-all of rows, as nodes of a graph that is traced.
+    """An all-to-all of rows, by operators that write to no argument.
 
-    Not by ``dist.all_to_all_single``, which writes to its argument: compiled backward code of torch 2.11 reads the
-    memory as it was before.
+    Not by ``dist.all_to_all_single``: compiled backward code of torch 2.11 reads the memory as it was before. And what
+    these operators return selective checkpoints keep, so that a forward that runs again sends nothing.
     """
-    _look_while_traced()
+    _look_for_exchanges()
     collectives = torch.distributed._functional_collectives
     done: torch.Tensor = collectives.wait_tensor(
         collectives.all_to_all_single(x.contiguous(), output_splits, input_splits, group)

@@ -52,8 +52,10 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
+            found = func(*args, **(kwargs or {}))
             self.calls[name] += 1
-            self.output_bytes[name] += _bytes(args[0])
+            self.output_bytes[name] += _bytes(args[0] if func.namespace == "c10d" else found)
+            return found
         return func(*args, **(kwargs or {}))
 
     @property

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed
-from f8sub.experts.sent import Sent
+from f8sub.experts.sent import Sent, refuse_twice
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import GROUPED, REFERENCE, Plan
@@ -190,8 +190,7 @@ class GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
+        refuse_twice()
         w, ends, *saved = ctx.saved_tensors
         call: GroupedCall = ctx.call
         plan, sources = call.plan, call.sources
@@ -395,8 +394,7 @@ class GatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
+        refuse_twice()
         ends, down, *rest = ctx.saved_tensors
         calls: GatedCall = ctx.calls
         inputs, saved_x, saved_h, results, *of_sent = _parted(rest, ctx.lengths)

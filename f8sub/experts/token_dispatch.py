@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, refuse_other_than_a_module
+from f8sub.experts.sent import refuse_twice
 from f8sub.formats import HIGH_PRECISION, Float8Format
 from f8sub.kernels.ops import operator
 from f8sub.kernels.row_bytes import of_bytes, rows_as_bytes, rows_of_bytes
@@ -57,13 +58,14 @@ def exchange_tokens(
     how = _format_named if isinstance(recipe, str) else _format_of
     format = how(recipe, combine)
     # While code is traced, numbers of rows are not known.
-    is_off = not torch.compiler.is_compiling() and x.shape[0] != sum(input_splits)
+    is_off = not torch.compiler.is_compiling() and x.shape[:1] != (sum(input_splits),)
     if x.dim() != 2 or is_off or x.dtype not in HIGH_PRECISION:
         raise Float8ShapeError(
             f"tokens are exchanged as rows of a matrix in high precision, {sum(input_splits)} by input_splits, got "
             f"{tuple(x.shape)} of {x.dtype}"
         )
-    splits = list(output_splits), list(input_splits)
+    # Numbers of numpy and of tensors, too, which torch's operator refuses.
+    splits = [int(rows) for rows in output_splits], [int(rows) for rows in input_splits]
     y: torch.Tensor = apply(_Exchange, x, splits, group or dist.group.WORLD, format, combine)
     return y
 
@@ -106,29 +108,20 @@ class _Exchange(torch.autograd.Function):
         combine: bool,
     ) -> torch.Tensor:
         ctx.how = splits, group, format, combine
-        return _all_to_all(x, *splits, group) if combine else _in_float8(x, *splits, group, format)
+        return rows_over_ranks(x, *splits, group) if combine else _in_float8(x, *splits, group, format)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_twice()
         splits, group, format, combine = ctx.how
         # The gradient goes the other way: what was received is sent.
         received, sent = splits
         dx = (
             _in_float8(dy, sent, received, group, format)
             if combine
-            else _all_to_all(dy, sent, received, group)
+            else rows_over_ranks(dy, sent, received, group)
         )
         return dx, None, None, None, None
-
-
-def _all_to_all(
-    x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return rows_over_ranks(x, output_splits, input_splits, group)
-    received = x.new_empty((sum(output_splits), x.shape[1]))
-    dist.all_to_all_single(received, x.contiguous(), output_splits, input_splits, group)
-    return received
 
 
 def _in_float8(
@@ -139,7 +132,7 @@ def _in_float8(
     format: str,
 ) -> torch.Tensor:
     """One all-to-all of bytes: a row's codes, and its scales behind them."""
-    received = _all_to_all(rows_as_bytes(x, format), output_splits, input_splits, group)
+    received = rows_over_ranks(rows_as_bytes(x, format), output_splits, input_splits, group)
     rows: torch.Tensor = rows_of_bytes(received, x.shape[1], format, x.dtype)
     return rows
 
@@ -360,6 +353,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        refuse_twice()
         found = torch.ops.minimal_async_ep.dispatch_backward(dx, *ctx.saved_tensors, *ctx.how)
         return found, None, None, None, None, None
 
@@ -390,6 +384,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_twice()
         dy, d_scores = _send_gradients(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
         return dy, d_scores, *[None] * 10
 

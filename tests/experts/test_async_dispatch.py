@@ -187,3 +187,25 @@ def test_tokens_that_their_scales_make_longer_are_refused():
             dispatcher.dispatch(x, torch.ones(TOKENS, 1), chosen, counts)
 
     on_threads(1, 6, TOKENS, EXPERTS, 1, send)
+
+
+@interpreted
+def test_to_be_differentiated_twice_is_refused():
+    """Of a dispatch, and of a combine."""
+    from tests.experts.async_ep import on_threads
+
+    def differentiated_twice(rank, mesh):
+        dispatcher = dispatcher_of(mesh)
+        send_in_float8(dispatcher, "rowwise")
+        x = gaussian((TOKENS, WIDTH), generator(rank)).bfloat16().requires_grad_()
+        chosen = torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K) % EXPERTS
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        scores = torch.ones(TOKENS, TOP_K)
+        routed, _, metadata = dispatcher.dispatch(x, scores, chosen, counts)
+        results = routed.detach().clone().requires_grad_()
+        y = dispatcher.combine(results, metadata, x)
+        for output, given in ((y, results), (routed, x)):
+            with pytest.raises(NotImplementedError, match="create_graph=True asks for twice"):
+                torch.autograd.grad(output.sum(), given, create_graph=True)
+
+    on_threads(1, WIDTH, TOKENS, EXPERTS, TOP_K, differentiated_twice)

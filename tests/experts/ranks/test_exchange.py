@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import f8sub
 from tests.data_sets import gaussian, generator
@@ -120,7 +121,8 @@ def sent_bytes(rank: int, world: int, recipe: str | None) -> tuple[int, int]:
     x = gaussian((sum(sent), WIDTH), generator(rank)).bfloat16()
     with Wire() as wire:
         exchanged(x, received, sent, recipe, combine=False)
-    return wire.calls["alltoall_base_"], wire.output_bytes["alltoall_base_"]
+    name = "alltoall_base_" if recipe is None else "all_to_all_single"
+    return wire.calls[name], wire.output_bytes[name]
 
 
 @pytest.mark.parametrize(("recipe", "share"), [("rowwise", 0.508), ("blockwise", 0.516)])
@@ -131,6 +133,61 @@ def test_half_the_bytes_in_one_collective(ranks, recipe, share):
     ):
         assert calls == 1
         assert found / in_bf16 == pytest.approx(share, abs=5e-4)
+
+
+def checkpointed(rank: int, world: int) -> tuple[int, bool]:
+    """How often rows cross where a policy keeps what all-to-alls return, as torchtitan's does; and the same bits."""
+    sent, received, _ = counted(rank, world)
+    kept = torch.ops._c10d_functional.all_to_all_single.default
+
+    def policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator == kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        tokens = exchanged(x, received, sent, "rowwise", combine=False).tanh()
+        # Backward of the sine reads what was combined.
+        return exchanged(tokens, sent, received, "rowwise", combine=True).sin()
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    runs = body, functools.partial(checkpoint, body, use_reentrant=False, context_fn=contexts)
+    found = []
+    for run in runs:
+        x = gaussian((sum(sent), WIDTH), generator(rank)).bfloat16().requires_grad_()
+        with Wire() as wire:
+            y = run(x)
+            y.backward(gaussian(tuple(y.shape), generator(3 + rank)).bfloat16())
+        found.append((y, x.grad))
+    same = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    return wire.calls["all_to_all_single"], same
+
+
+def test_a_selective_checkpoint_sends_nothing_again(ranks):
+    assert ranks(2, checkpointed) == [(4, True)] * 2
+
+
+def numbers(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Rows counted by numbers of tensors and of numpy; and what is refused."""
+    x = gaussian((3, WIDTH), generator(rank)).requires_grad_()
+    received = [2, 2] if rank == 0 else [1, 1]
+    as_numbers = torch.tensor(received), torch.tensor([2, 1]).numpy()
+    y = exchanged(x, *as_numbers, "rowwise", combine=False)
+    same = torch.equal(y, exchanged(x, received, [2, 1], "rowwise", combine=False))
+    twice = []
+    for combine in (False, True):
+        y = exchanged(x, received, [2, 1], "rowwise", combine)
+        dy = torch.ones_like(y).requires_grad_()
+        ask = functools.partial(torch.autograd.grad, y, x, dy, create_graph=True)
+        twice.append(refusal(NotImplementedError, ask))
+    scalar = refusal(f8sub.Float8ShapeError, exchanged, torch.tensor(1.0), received, [2, 1], "rowwise", False)
+    return same, [*twice, scalar]
+
+
+def test_numbers_of_any_kind_and_what_is_refused(ranks):
+    for same, (dispatched, combined, scalar) in ranks(2, numbers):
+        assert same
+        assert "experts are differentiated once" in dispatched
+        assert "experts are differentiated once" in combined
+        assert "3 by input_splits, got ()" in scalar
 
 
 def compiled(rank: int, world: int, recipe: str, backend: str) -> bool:

@@ -137,7 +137,7 @@ def test_x_is_gathered_once_as_one_byte_an_element(rank, world, recipe, plan):
     x = x.clone().requires_grad_()
     with Wire() as wire:
         y = model(x)
-        bytes_in = world * wire.output_bytes["all_gather_into_tensor"]
+        bytes_in = wire.output_bytes["all_gather_into_tensor"]
         gathers = wire.calls["all_gather_into_tensor"]
         y.backward(dy)
     scales = {"tensorwise": 0, "rowwise": 4, "blockwise": 4, "mxfp8": 2}[recipe]

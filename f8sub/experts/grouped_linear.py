@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from f8sub.errors import Float8ConfigError, Float8ShapeError, Float8Warning
 from f8sub.experts import adapters
 from f8sub.experts.adapters import Adapted, Transposed
-from f8sub.experts.sent import Sent, refuse_twice
+from f8sub.experts.sent import Sent
 from f8sub.formats import ALL, HIGH_PRECISION, MULTIPLE, Float8Format, present
 from f8sub.kernels import reference
 from f8sub.kernels.gemm.select import GROUPED, REFERENCE, Plan
@@ -161,6 +161,16 @@ def _first(number: int, recipe: str, gpu: str, needed: int | None, tokens: float
             Float8Warning,
             stacklevel=2,
         )
+
+
+def refuse_twice() -> None:
+    """Refuse, in the backward of experts or of an exchange of their tokens, to be differentiated again.
+
+    Raises:
+        NotImplementedError: autograd runs it with gradients enabled, which it does for ``create_graph=True`` alone.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")
 
 
 class GroupedMatmul(torch.autograd.Function):

@@ -58,13 +58,3 @@ class Sent(NamedTuple):
 
     def _is_here(self, ends: torch.Tensor) -> torch.Tensor:
         return (self.back < ends[-1]).view(self.weights.shape)
-
-
-def refuse_twice() -> None:
-    """Refuse, in the backward of experts or of an exchange of their tokens, to be differentiated again.
-
-    Raises:
-        NotImplementedError: autograd runs it with gradients enabled, which it does for ``create_graph=True`` alone.
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError("experts are differentiated once; create_graph=True asks for twice")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from f8sub.errors import Float8ConfigError, Float8ShapeError, refuse_other_than_a_module
-from f8sub.experts.sent import refuse_twice
+from f8sub.experts.grouped_linear import refuse_twice
 from f8sub.formats import HIGH_PRECISION, Float8Format
 from f8sub.kernels.ops import operator
 from f8sub.kernels.row_bytes import of_bytes, rows_as_bytes, rows_of_bytes

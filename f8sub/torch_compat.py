@@ -117,6 +117,7 @@ COMPILATION = Need(
         "torch.fx.experimental.proxy_tensor.get_proxy_mode": "",
         "torch.fx.traceback.get_current_meta": "",
         "torch.ops._c10d_functional.all_reduce.default": "input reduce_op group_name",
+        "torch.ops._c10d_functional.all_to_all_single.default": "",
         "torch.ops._c10d_functional.reduce_scatter_tensor.default": "",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",
         "torch.utils.checkpoint._CachingTorchDispatchMode": "",
@@ -434,6 +435,7 @@ _storage_use_count = _private("torch._C._storage_Use_Count")
 _saved_tensors_hooks = _private("torch._C._autograd._top_saved_tensors_default_hooks")
 _no_modes = _private("torch.utils._python_dispatch._disable_current_modes")
 all_reduce_node = _private("torch.ops._c10d_functional.all_reduce.default")
+all_to_all_node = _private("torch.ops._c10d_functional.all_to_all_single.default")
 reduce_scatter_node = _private("torch.ops._c10d_functional.reduce_scatter_tensor.default")
 running_ddp = _private("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
 _AllgatherOptions: Any = _private("torch.distributed.distributed_c10d.AllgatherOptions")

@@ -23,7 +23,7 @@ from f8sub.kernels.gemm.select import gemm_nt
 from f8sub.kernels.graph_ops import enter_graph_functions, in_graph
 from f8sub.kernels.grouped.ops import plain_rows_as_one_node, rows_as_one_node
 from f8sub.tensor.float8_tensor import Float8Tensor
-from f8sub.torch_compat import autocast_dtype, reduce_scatter_node
+from f8sub.torch_compat import all_to_all_node, autocast_dtype, reduce_scatter_node
 
 aten = torch.ops.aten
 
@@ -47,7 +47,10 @@ ATTENTION = {
     if hasattr(aten, f"_scaled_dot_product_{kind}")
 } | {torch.ops.higher_order.flex_attention, attention}
 
-COMMUNICATION = {reduce_scatter_node}
+COMMUNICATION = {reduce_scatter_node, all_to_all_node}
+
+ROUTING = {aten.topk.default}
+"""What need not choose the same experts again where scores are equal, and the tokens sent are those of the choice."""
 
 
 def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callable[[], Any]:
@@ -72,7 +75,7 @@ def checkpoint_policy(keep: str = "bf16", *, save: Iterable[Any] = ()) -> Callab
     """
     if keep not in KEEP:
         raise unknown("keep", keep, KEEP)
-    every_product, saved = keep == "gemms", ATTENTION | COMMUNICATION | set(save)
+    every_product, saved = keep == "gemms", ATTENTION | COMMUNICATION | ROUTING | set(save)
 
     def contexts() -> Any:
         # One for each checkpointed call: its forward and the repetition count apart, both from the beginning.

@@ -135,8 +135,9 @@ def test_half_the_bytes_in_one_collective(ranks, recipe, share):
         assert found / in_bf16 == pytest.approx(share, abs=5e-4)
 
 
-def checkpointed(rank: int, world: int) -> tuple[int, bool]:
-    """How often rows cross where a policy keeps what all-to-alls return, as torchtitan's does; and the same bits."""
+def checkpointed(rank: int, world: int) -> tuple[list[int], bool]:
+    """How often rows cross without a policy, by one that keeps what all-to-alls return, as torchtitan's does, and by
+    f8sub's; and whether the bits are the same."""
     sent, received, _ = counted(rank, world)
     kept = torch.ops._c10d_functional.all_to_all_single.default
 
@@ -148,21 +149,21 @@ def checkpointed(rank: int, world: int) -> tuple[int, bool]:
         # Backward of the sine reads what was combined.
         return exchanged(tokens, sent, received, "rowwise", combine=True).sin()
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    runs = body, functools.partial(checkpoint, body, use_reentrant=False, context_fn=contexts)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy), f8sub.checkpoint_policy()
+    checkpoints = [functools.partial(checkpoint, body, use_reentrant=False, context_fn=c) for c in contexts]
     found = []
-    for run in runs:
+    for run in (body, *checkpoints):
         x = gaussian((sum(sent), WIDTH), generator(rank)).bfloat16().requires_grad_()
         with Wire() as wire:
             y = run(x)
             y.backward(gaussian(tuple(y.shape), generator(3 + rank)).bfloat16())
-        found.append((y, x.grad))
-    same = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    return wire.calls["all_to_all_single"], same
+        found.append((y, x.grad, wire.calls["all_to_all_single"]))
+    same = all(torch.equal(each[at], found[0][at]) for each in found for at in (0, 1))
+    return [calls for *_, calls in found], same
 
 
 def test_a_selective_checkpoint_sends_nothing_again(ranks):
-    assert ranks(2, checkpointed) == [(4, True)] * 2
+    assert ranks(2, checkpointed) == [([4, 4, 4], True)] * 2
 
 
 def numbers(rank: int, world: int) -> tuple[bool, list[str]]:

@@ -193,6 +193,12 @@ def f8sub_selective_ac(**options: Any) -> Trainer.Config:
     return config
 
 
+def f8sub_moe_selective_ac(**options: Any) -> Trainer.Config:
+    config = f8sub_moe(**options)
+    config.activation_checkpoint = SelectiveAC.Config()
+    return config
+
+
 def configured(arguments: list[str], folder: Path) -> Any:
     """A config of this module, with options as of the command line, which takes seconds to parse.
 

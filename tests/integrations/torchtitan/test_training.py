@@ -133,6 +133,7 @@ def test_other_recipes(train, mesh, recipe):
         pytest.param("fsdp2", f"{EXPERTS} {COMPILED}", EXPERTS, marks=of_0_3),
         pytest.param("fsdp2", f"{GPT_OSS} {COMPILED}", GPT_OSS, marks=of_0_3),
         pytest.param("fsdp2", f"{TOKENS} {COMPILED}", TOKENS, marks=of_0_3),
+        pytest.param("fsdp2", TOKENS.replace("moe", "moe_selective_ac"), TOKENS, marks=of_0_3),
         ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),
         ("fsdp2-tp2", f"f8sub {COMPILED}", "f8sub"),
         pytest.param("spmd-tp2", f"f8sub {COMPILED}", "f8sub", marks=of_torch_2_14),

@@ -64,10 +64,15 @@ def exchange_tokens(
             f"tokens are exchanged as rows of a matrix in high precision, {sum(input_splits)} by input_splits, got "
             f"{tuple(x.shape)} of {x.dtype}"
         )
-    # Numbers of numpy and of tensors, too, which torch's operator refuses.
-    splits = [int(rows) for rows in output_splits], [int(rows) for rows in input_splits]
+    # Numbers of numpy and of tensors, too, which torch's operator refuses. Traced ones stay what they are.
+    counted = list if torch.compiler.is_compiling() else _whole
+    splits = counted(output_splits), counted(input_splits)
     y: torch.Tensor = apply(_Exchange, x, splits, group or dist.group.WORLD, format, combine)
     return y
+
+
+def _whole(splits: Sequence[int]) -> list[int]:
+    return [int(rows) for rows in splits]
 
 
 def _format_of(recipe: Recipe | str, combine: bool) -> str:

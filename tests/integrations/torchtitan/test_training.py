@@ -85,6 +85,11 @@ def mesh(name: str) -> Any:
     return pytest.param(name, marks=[*marks, of_torch_2_14] if needs else marks)
 
 
+before_torch_2_14 = pytest.mark.skipif(
+    torch.__version__ >= TorchVersion("2.14"),
+    reason="torch's RMSNorm has other gradients of its weight there compiled than eager, in the last bits",
+)
+
 LINEAR_ELEMENTS = 2 * 256 * (4 * 256 + 3 * 768)
 """Of the converted weights of two blocks."""
 LINEAR_LAYERS = 14 if runs.installed() == "0.2" else 10
@@ -131,7 +136,7 @@ def test_other_recipes(train, mesh, recipe):
         ("fsdp2", f"f8sub_selective_ac {COMPILED}", "f8sub"),
         ("fsdp2", f"{NVFP4} {COMPILED}", NVFP4),
         pytest.param("fsdp2", f"{EXPERTS} {COMPILED}", EXPERTS, marks=of_0_3),
-        pytest.param("fsdp2", f"{GPT_OSS} {COMPILED}", GPT_OSS, marks=of_0_3),
+        pytest.param("fsdp2", f"{GPT_OSS} {COMPILED}", GPT_OSS, marks=[of_0_3, before_torch_2_14]),
         pytest.param("fsdp2", f"{TOKENS} {COMPILED}", TOKENS, marks=of_0_3),
         pytest.param("fsdp2", TOKENS.replace("moe", "moe_selective_ac"), TOKENS, marks=of_0_3),
         ("fsdp2-tp2", f"{IN_BF16} {COMPILED}", IN_BF16),

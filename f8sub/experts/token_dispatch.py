@@ -285,7 +285,10 @@ def _send_in_float8(dispatcher: Any, x: Float8Format, dy: Float8Format) -> None:
     by the same exchanges in the same order. What comes back, and the gradients of tokens, move as they are.
     """
     # Looked up once, because compiled code imports nothing.
-    makes = _titans(_API).MinimalAsyncEPDispatchMetadata, _titans(_DISPATCHERS).EPDispatchMetadata
+    makes = (
+        importlib.import_module(_API).MinimalAsyncEPDispatchMetadata,
+        importlib.import_module(_DISPATCHERS).EPDispatchMetadata,
+    )
     dispatcher.dispatch = functools.partial(_dispatch, dispatcher, x.name, makes)
     dispatcher.combine = functools.partial(_combine, dy.name)
 
@@ -394,10 +397,6 @@ class _Combine(torch.autograd.Function):
         return dy, d_scores, *[None] * 10
 
 
-def _titans(module: str) -> Any:
-    return importlib.import_module(module)
-
-
 def _packed(x: torch.Tensor, format: str) -> torch.Tensor:
     """Rows of bytes, in the dtype that torchtitan moves."""
     rows = rows_as_bytes(x, format)
@@ -448,27 +447,21 @@ def _gradients_sent(  # noqa: PLR0913  (what torchtitan's operator takes)
     capacity: int,
     format: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels = _titans(_KERNELS)
+    kernels = importlib.import_module(_KERNELS)
     how = {"top_k": top_k, "scores_are_slot_ordered": True}
     expanded = kernels.expand_topk_grad_kernel(dy, by_token, scores, dtype=dy.dtype, **how)
     # Before anything is received: what was combined may lie where the next rows come.
     d_scores = kernels.topk_scores_grad_kernel(routed, dy, by_token, dtype=scores.dtype, **how)
-    received = getattr(_titans(_API), _SEND)(_packed(expanded, format), to_ranks, to_rows, by_token.numel())
+    received = getattr(importlib.import_module(_API), _SEND)(
+        _packed(expanded, format), to_ranks, to_rows, by_token.numel()
+    )
     return _unpacked(received, dy, capacity, format, valid), d_scores
 
 
-def _fake_gradients(  # noqa: PLR0913  (see above)
-    dy: torch.Tensor,
-    to_ranks: torch.Tensor,
-    to_rows: torch.Tensor,
-    by_token: torch.Tensor,
-    scores: torch.Tensor,
-    routed: torch.Tensor,
-    valid: torch.Tensor,
-    top_k: int,
-    capacity: int,
-    format: str,
+def _fake_gradients(
+    dy: torch.Tensor, to_ranks: Any, to_rows: Any, by_token: Any, scores: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, capacity, _ = others
     return dy.new_empty((capacity, dy.shape[1])), torch.empty_like(scores)
 
 
